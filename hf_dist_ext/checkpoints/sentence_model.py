@@ -11,7 +11,9 @@ writes. So an empty copy of the model is made before anything wraps it, and whol
 from __future__ import annotations
 
 import copy
+import inspect
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,19 +148,20 @@ def _write(path: Path, content: Any) -> None:
 
 def state_dict_of(model: Any, folder: str) -> dict[str, torch.Tensor]:
     """The weights of a folder that `save` wrote, under the model's own names. Its modules' classes read it, so code
-    that lies in the folder is not run."""
-    kinds = {f"{kind.__module__}.{kind.__name__}": kind for kind in map(own_class, model.modules())}
+    that lies in the folder is not run. The base of adapters is in no checkpoint, and stays the model's."""
+    kinds = [own_class(module) for module in model.children()]
+    places = [Path(folder, module["path"]) for module in read_json(Path(folder, "modules.json"))]
+    if adapters_of(model) and len(kinds) == len(places) and any((place / WEIGHTS).is_file() for place in places):
+        modules = dict(zip(model._modules, zip(kinds, places, strict=True), strict=True))
+        with _keeps_float64(model):
+            return _with_adapters(model, folder, modules)
+    known = {f"{kind.__module__}.{kind.__name__}": kind for kind in map(own_class, model.modules())}
     with _keeps_float64(model):
         # A private method, which their own trainer resumes with (sentence-transformers 6.2, base/trainer.py).
         loaded = own_class(model)._load_with_module_classes(
-            folder, kinds, device="cpu", trust_remote_code=model.trust_remote_code
+            folder, known, device="cpu", trust_remote_code=model.trust_remote_code
         )
     own, found = model.state_dict(), loaded.state_dict()
-    for path in Path(folder).glob(f"**/{WEIGHTS}"):  # transformers rounds adapters to the precision of their base
-        for name, value in load_file(path).items():
-            layer, _, kind = name.removeprefix(PREFIX).rpartition(".")
-            full = next((one for one in found if one.endswith(f".{layer}.default.{kind}")), None)
-            found |= {} if full is None else {full: value}
     # a model of a run file lacks a pooler that no embedding depends on (models/from_run.py)
     return {name: value for name, value in found.items() if name in own or ".pooler." not in name}
 
@@ -172,6 +175,24 @@ def _keeps_float64(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _with_adapters(model: Any, folder: str, modules: Mapping[str, tuple[Any, Path]]) -> dict[str, torch.Tensor]:
+    """`modules`: name -> (class, where it lies). Adapters are read as they are, since transformers rounds them to the
+    precision of their base."""
+    trained = tuple(f".{name}." for name in adapters_of(model))
+    found = {name: value for name, value in model.state_dict().items() if not any(one in name for one in trained)}
+    for name, (kind, place) in modules.items():
+        if (place / WEIGHTS).is_file():
+            for file_name, value in load_file(place / WEIGHTS).items():
+                layer, _, side = file_name.removeprefix(PREFIX).rpartition(".")
+                found[f"{name}.model.{layer}{trained[0]}{side}"] = value
+        elif next(getattr(model, name).parameters(), None) is not None:
+            takes_folder_below = "subfolder" in inspect.signature(kind.load).parameters
+            path = os.path.relpath(place, folder)
+            loaded = kind.load(folder, subfolder=path) if takes_folder_below else kind.load(str(place))
+            found |= {f"{name}.{key}": value for key, value in loaded.state_dict().items()}
+    return found
 
 
 @torch.no_grad()

@@ -82,9 +82,9 @@ def gathered(tensors: Mapping[str, torch.Tensor], keep: bool) -> Iterator[tuple[
 
 
 def put(tensor: torch.Tensor, content: torch.Tensor) -> None:
-    """Copy a whole tensor, or this rank's part of it."""
+    """Copy a whole tensor, or this rank's part of it; or one that is split in the same way."""
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
+    if isinstance(tensor, DTensor) and not isinstance(content, DTensor):
         # no rank sends: all of them read the same file
         content = content.to(tensor.device, tensor.dtype)
         content = distribute_tensor(content, tensor.device_mesh, tensor.placements, src_data_rank=None)

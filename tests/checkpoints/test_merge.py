@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from sentence_transformers import SentenceTransformer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from hf_dist_ext.checkpoints import manifest
@@ -16,6 +17,7 @@ from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.digits import build_processor
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.from_run import describe
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.checkpoints.test_trainable import base, make
@@ -33,10 +35,9 @@ def said(model, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
 def train_embedding(folder: Path, **options) -> DistTrainer:
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
-    embedding_model(model_config("bert")).save_pretrained(folder / "base", tokenizer=tokenizer)
-    model = loaded(
-        folder / "base", projection_dim=8, pooling="cls", prompts={"query": "read "}, default_prompt_name="query"
-    )
+    embedding_model(model_config("bert")).save_pretrained(str(folder / "base"))
+    model = loaded(folder / "base", projection_dim=8, pooling="cls")
+    describe(model, prompts={"query": "read "}, default_prompt_name="query")
     texts = ["parse a date", "read file", "sort numbers by key", "list of lines"]
     args = DistTrainingArguments(
         output_dir=str(folder / "run"), max_steps=3, save_steps=3, learning_rate=1e-2, per_device_train_batch_size=4,
@@ -55,10 +56,11 @@ def test_an_embedding_model_keeps_its_embeddings_pooling_prompts_and_tokenizer(t
     trainer = train_embedding(tmp_path, **options)
     main(["merge", str(tmp_path / "run" / "checkpoint-3"), "--output", str(tmp_path / "merged")])
     assert "complete model" in capsys.readouterr().out
-    loaded = loaded(tmp_path / "merged")
-    assert torch.equal(said(loaded), said(trainer.model)) and said(loaded).shape == (1, 8)
-    assert loaded.pooling == "cls" and loaded.prompts["query"] == "read " and loaded.default_prompt_name == "query"
-    text = "parse a date"
+    merged, text = SentenceTransformer(str(tmp_path / "merged"), device="cpu"), "parse a date"
+    vector = torch.from_numpy(merged.encode([text]))
+    assert torch.equal(vector, torch.from_numpy(trainer.model.encode([text]))) and vector.shape == (1, 8)
+    assert merged[1].pooling_mode == "cls"
+    assert merged.prompts["query"] == "read " and merged.default_prompt_name == "query"
     assert AutoTokenizer.from_pretrained(tmp_path / "merged")(text).input_ids == tiny_tokenizer()(text).input_ids
     assert not (tmp_path / "merged" / "manifest.json").exists()
 

@@ -568,7 +568,7 @@ def test_the_benchmark_of_saves_prints_ratios(tmp_path, monkeypatch, capsys):
 
 def test_adapters_go_on_from_a_checkpoint_of_an_engine_that_casts_the_base(tmp_path):
     """As DeepSpeed does under bf16, when the model is prepared."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
     from tests.parity.exactness_worker import BERT, Case
     from tests.parity.exactness_worker import collate as collate_texts
@@ -581,12 +581,13 @@ def test_adapters_go_on_from_a_checkpoint_of_an_engine_that_casts_the_base(tmp_p
     def make_adapted(base: torch.dtype) -> DistTrainer:
         torch.manual_seed(0)
         model = embedding_model(BERT).to(base)
+        model.add_adapter(LoraConfig(r=2, target_modules=["query"]))
         args = DistTrainingArguments(
             output_dir=str(tmp_path), max_steps=2, save_steps=1, per_device_train_batch_size=4, report_to=[],
             disable_tqdm=True, use_cpu=True, gradient_cache_chunk_size=3,
         )  # fmt: skip
         return Casting(
-            get_peft_model(model, LoraConfig(r=2, target_modules=["query"])), args, train_dataset=list(range(8)),
+            model, args, train_dataset=list(range(8)),
             data_collator=lambda rows: collate_texts(Case("cast"), rows, 0), loss=InfoNCELoss(),
         )  # fmt: skip
 
