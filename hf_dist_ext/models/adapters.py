@@ -17,6 +17,7 @@ from torch import nn
 from hf_dist_ext.errors import UsageError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+HALF = (torch.float16, torch.bfloat16)
 PREFIX = "base_model.model."  # what peft puts before the names of the model it wraps
 
 
@@ -70,7 +71,7 @@ def keep_wide(backbone: Any) -> None:
     small updates would be rounded away."""
     for _, layer in _adapted(backbone):
         for name, parameter in layer.named_parameters():
-            if "base_layer" not in name and parameter.dtype in (torch.float16, torch.bfloat16):
+            if "base_layer" not in name and parameter.dtype in HALF:
                 parameter.data = parameter.data.float()
 
 
@@ -86,7 +87,13 @@ def _check_fit(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor
 def merge_inside(backbone: Any) -> None:
     """Adapters that `add_adapter` has put into a model of transformers become a part of its weights, in place."""
     for _, layer in _adapted(backbone):
+        weight = layer.get_base_layer().weight
+        is_half, dtype = weight.dtype in HALF, weight.dtype
+        if is_half:  # peft would round the update, and then the sum
+            weight.data = weight.data.float()
         layer.merge(safe_merge=True)
+        if is_half:
+            weight.data = weight.data.to(dtype)
     remove_from(backbone)
 
 

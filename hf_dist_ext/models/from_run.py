@@ -36,7 +36,7 @@ from transformers import AutoProcessor, PreTrainedConfig, PreTrainedModel, PreTr
 from transformers.utils import cached_file
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.adapters import merge_inside, put_inside
+from hf_dist_ext.models.adapters import CONFIG, base_of, merge_inside, put_inside
 from hf_dist_ext.models.backbones import (
     NOTHING_IS_RAISED,
     build_backbone,
@@ -49,7 +49,7 @@ from hf_dist_ext.models.backbones import (
     warn_of_own_code,
     without_pooler,
 )
-from hf_dist_ext.models.folders import resolve_folder
+from hf_dist_ext.models.folders import read_json, resolve_folder
 from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.strategies.stages import put_back
 
@@ -318,6 +318,9 @@ def _load(
         return found
 
     _check_is_whole(Path(name))
+    for module in read_json(Path(name, "modules.json"), missing_is_empty=True):
+        if Path(name, module["path"], CONFIG).is_file():
+            resolve_folder(*base_of(Path(name, module["path"])))  # its error says what is missing
     kind = MultiVectorEncoder if _is_of_tokens(name, revision) else SentenceTransformer
     with _as_made(load_model), loading_errors(name):
         model = kind(name, revision=revision, trust_remote_code=trust_remote_code, model_kwargs=dict(options))

@@ -23,7 +23,7 @@ from tests.tiny_models import SMALL, WORDS, embedding_model, model_config, tiny_
 
 @pytest.fixture
 def model(tmp_path) -> str:
-    embedding_model(model_config("bert")).save_pretrained(tmp_path / "model", tokenizer=tiny_tokenizer())
+    embedding_model(model_config("bert")).save_pretrained(str(tmp_path / "model"))
     return str(tmp_path / "model")
 
 
@@ -147,7 +147,7 @@ def test_documents_of_a_corpus_are_negatives_too(tmp_path, model, data):
 def test_kept_embeddings_are_those_of_one_model(tmp_path, model, data):
     first = mine(data, tmp_path / "first.jsonl", model, "--cache_folder", str(tmp_path / "cache"))
     torch.manual_seed(1)
-    embedding_model(model_config("bert")).save_pretrained(model, tokenizer=tiny_tokenizer())
+    embedding_model(model_config("bert")).save_pretrained(str(model))
     alone, kept = (
         mine(data, tmp_path / f"{len(more)}.jsonl", model, *more)
         for more in ([], ["--cache_folder", str(tmp_path / "cache")])
