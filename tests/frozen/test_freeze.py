@@ -133,9 +133,8 @@ def test_frozen_weights_are_loaded_in_the_precision_of_their_files(tmp_path, bf1
     from hf_dist_ext.tasks.parts import build_parts, make_arguments
     from tests.tiny_models import embedding_model, model_config, tiny_pairs, tiny_tokenizer
 
-    embedding_model(model_config("bert")).bfloat16().save_pretrained(
-        tmp_path / "model", tokenizer=tiny_tokenizer(max_length=16)
-    )
+    made = embedding_model(model_config("bert"), tokenizer=tiny_tokenizer(max_length=16))
+    made.bfloat16().save_pretrained(str(tmp_path / "model"))
     path = tmp_path / "run.json"
     given = tiny_pairs(tmp_path) | {
         "model_name_or_path": str(tmp_path / "model"), "projection_dim": 8, "trainable_modules": ["projection"],
@@ -145,7 +144,7 @@ def test_frozen_weights_are_loaded_in_the_precision_of_their_files(tmp_path, bf1
     run = load_run(["--config", str(path)])
     parts = build_parts(run, make_arguments(run))
     expected = torch.bfloat16 if bf16 else torch.float32
-    assert {p.dtype for p in parts.model.backbone.parameters()} == {expected}
+    assert {p.dtype for p in parts.model[0].parameters()} == {expected}
 
 
 @pytest.mark.cuda

@@ -241,16 +241,16 @@ def build(case: dict, run):
     kind, shape = (config.model_config or {}).get("model_type"), shape_of(case, run)
 
     def collate(rows: list[int]) -> dict:
-        features, modality = {"query": texts(rows, "query")}, "message"
         if kind in ("clip", "siglip"):
-            size, modality = shape["vision_config"]["image_size"], "image"
-            features["positive"] = {"pixel_values": torch.randn(len(rows), 3, size, size)}
-        else:
-            features["positive"] = texts(rows, "positive")
+            size = shape["vision_config"]["image_size"]
+            pixels = torch.randn(len(rows), 3, size, size)
+            of_columns = {"query": {"modality": "text"}, "positive": {"modality": "image"}}
+            return {"query": texts(rows, "query"), "positive": {"pixel_values": pixels}, CONSTANTS: of_columns}
+        features = {name: texts(rows, name) for name in ("query", "positive")}
         for name in config.image_columns or ():
             features[name] |= with_pictures(shape, features[name]["input_ids"])
-        seeing = {} if "pixel_values" not in features["positive"] else {"positive": {"modality": modality}}
-        return {**features, CONSTANTS: seeing} if seeing else features
+        of_columns = dict.fromkeys(features, {"modality": "message"})
+        return {**features, CONSTANTS: of_columns} if "message" in model[0].modality_config else features
 
     given = run.given
     if given.get("use_lora"):

@@ -59,14 +59,14 @@ def test_a_parallelism_config_of_the_arguments_is_looked_at(tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "is_inside", "words"),
     [
-        ({"fsdp_size": 2}, False, "EmbeddingModel was split with tp_size=1.*multi_gpu_hsdp"),
+        ({"fsdp_size": 2}, False, "LlamaModel was split with tp_size=1.*multi_gpu_hsdp"),
         ({"tp_size": 2, "dp_replicate_size": 2}, False, "dp_replicate_size=2"),
         ({"tp_size": 2}, True, "inside Sequential"),
     ],
 )
 def test_other_splits_are_refused(tmp_path, by_init, sizes, is_inside, words):
     args = DistTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    backbone = embedder().backbone
+    backbone = embedder().transformers_model
     backbone._is_distributed_loading_by_transformers = True  # what from_pretrained(distributed_config=) sets
     backbone.config.distributed_config = DistributedConfig(**sizes)
     model = around(backbone, pooling="last")

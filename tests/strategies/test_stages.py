@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from sentence_transformers import SentenceTransformer
 
 from hf_dist_ext import policy
@@ -10,7 +10,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import stages
 from hf_dist_ext.strategies.mesh import Shape
 from hf_dist_ext.strategies.pipeline import Pipeline
-from tests.tiny_models import TEXT_CONFIGS, embedding_model, loaded
+from tests.tiny_models import TEXT_CONFIGS, embed, embedding_model, loaded
 
 LAYERS = 5
 # Of float64: weights that lie elsewhere in memory may be multiplied in another order.
@@ -45,7 +45,7 @@ def test_stage_after_stage_is_the_whole_model(name, owned):
     firsts = stages.firsts_of(build(name), range(3), None)
     assert firsts == [0, 1, 3]
     with torch.no_grad():
-        whole = build(name)(**rows()).embeddings
+        whole = embed(build(name), **rows())
         found = through([stages.StagedModel(build(name), own, firsts) for own in owned], rows())
     assert whole.norm() > 0 and torch.allclose(found, whole, **ROUNDING)
 
@@ -100,28 +100,34 @@ def test_a_rank_keeps_no_memory_of_other_stages():
 @pytest.mark.parametrize("name", ["bert", "modernbert", "qwen3"])
 def test_weights_are_read_stage_by_stage(name, tmp_path, monkeypatch):
     whole = build(name)
-    whole.save_pretrained(tmp_path)
-    made = []
-    to_meta = torch.nn.Module.to
-    monkeypatch.setattr(torch.nn.Module, "to", lambda self, *a, **k: (made.append(self), to_meta(self, *a, **k))[1])
+    whole.save_pretrained(str(tmp_path))
+    never_had_memory, to = [], torch.nn.Module.to
+
+    def watched(self, *where, **options):
+        if where == ("meta",):  # a part of another stage
+            never_had_memory.append(all(parameter.is_meta for parameter in self.parameters()))
+        return to(self, *where, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "to", watched)
     cuts = []
     for own in ([0], [1]):
-        made.clear()
+        never_had_memory.clear()
         model = loaded(tmp_path, in_stages=lambda kind, own=own: stages.staged(kind, own, range(2), None))
-        read = sum(p.numel() for p in model.backbone.parameters() if p.device.type != "meta")
-        assert all(p.device.type == "meta" for module in made for p in module.parameters())  # never had memory
+        read = sum(p.numel() for p in model[0].parameters() if p.device.type != "meta")
+        assert never_had_memory and all(never_had_memory)
         cuts.append(stages.StagedModel(model, own, stages.firsts_of(model, range(2), None)))
-        assert read == sum(p.numel() for p in model.backbone.parameters())
-    assert type(cuts[0].base.backbone) is type(whole.backbone)
+        assert read == sum(p.numel() for p in model[0].parameters())
+    assert type(cuts[0].base.transformers_model) is type(whole.transformers_model)
     with torch.no_grad():
-        assert torch.allclose(through(cuts, rows()), whole(**rows()).embeddings, **ROUNDING)
+        assert torch.allclose(through(cuts, rows()), embed(whole, **rows()), **ROUNDING)
 
 
 def test_adapters_lie_where_their_layers_are():
-    model = get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
-    torch.nn.init.normal_(model.base_model.model.backbone.layers[4].self_attn.q_proj.lora_B["default"].weight)
+    model = build("llama").requires_grad_(False)
+    model.transformers_model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    torch.nn.init.normal_(model.transformers_model.layers[4].self_attn.q_proj.lora_B["default"].weight)
     with torch.no_grad():
-        whole = model(**rows()).embeddings
+        whole = embed(model, **rows())
         cut = stages.StagedModel(model, [0, 1], [0, 2])
         assert torch.allclose(through([cut], rows()), whole, **ROUNDING)
     assert [len(cut.parameters(stage)) for stage in (0, 1)] == [4, 6]  # two matrices per layer
