@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.ddp import DDP
 from hf_dist_ext.strategies.fsdp import FSDP
@@ -81,12 +82,18 @@ def test_batches_of_all_lengths_and_an_evaluation_are_compiled_once_per_pass(tmp
         assert wanted.norm() > 0 and (own - wanted).norm() < 1e-10 * wanted.norm()
 
 
-class Shapes(EmbeddingModel):
-    seen: set[tuple[int, ...]] = set()
+def hook_models(monkeypatch, before=None, after=None) -> None:
+    """Models of the exactness cases call `before(model, arguments)` and `after(model, arguments, output)`."""
 
-    def forward(self, **features):
-        type(self).seen.add(tuple(features["input_ids"].shape))
-        return super().forward(**features)
+    def build(*arguments, **options):
+        model = embedding_model(*arguments, **options)
+        if before is not None:
+            model.register_forward_pre_hook(before)
+        if after is not None:
+            model.register_forward_hook(after)
+        return model
+
+    monkeypatch.setattr(exactness_worker, "embedding_model", build)
 
 
 @pytest.mark.parametrize("options, shapes", [
@@ -95,16 +102,16 @@ class Shapes(EmbeddingModel):
      {(11, 8), (9, 8), (6, 8), (5, 8), (3, 8), (2, 8), (5, 16), (4, 16), (3, 16), (2, 16), (3, 24), (2, 24), (2, 32)}),
 ])  # fmt: skip
 def test_chunks_of_few_shapes_give_the_gradient_of_the_batch(options, shapes, uncompiled, monkeypatch):
-    monkeypatch.setattr(Shapes, "seen", set())
-    monkeypatch.setattr(exactness_worker, "EmbeddingModel", Shapes)
+    seen: set[tuple[int, ...]] = set()
+    hook_models(monkeypatch, before=lambda model, given: seen.add(tuple(given[0]["input_ids"].shape)))
     arguments = {"torch_compile": True} | options
     case = Case("buckets", model="bert", columns=exactness_worker.THREE, arguments=arguments, rows=-2, steps=3)
     assert exactness_worker.measure(case) < 1e-10
     (call,) = uncompiled
     assert call["dynamic"] is True and torch._dynamo.config.recompile_limit >= 64
-    assert len(Shapes.seen & shapes) > 3
+    assert len(seen & shapes) > 3
     reference = {(rows, width) for rows in (4, 6, 12, 18) for width in exactness_worker.WIDTHS.values()}
-    assert Shapes.seen - reference <= shapes
+    assert seen - reference <= shapes
 
 
 @pytest.mark.parametrize("model, more", [
@@ -125,63 +132,55 @@ def test_attention_kernels_agree(attention, monkeypatch):
 
     def build(kind: str, *options):
         built.append(original(kind, *options))
-        built[-1].backbone.set_attn_implementation(attention)
+        built[-1].transformers_model.set_attn_implementation(attention)
         return built[-1]
 
     monkeypatch.setattr(exactness_worker, "build_model", build)
     assert exactness_worker.measure(Case(attention)) < 1e-10
-    assert {model.backbone.config._attn_implementation for model in built} == {attention}
-
-
-class OneBuffer(EmbeddingModel):
-    """Returns every result without a graph in the same memory, as a replayed CUDA graph does."""
-
-    def forward(self, **features):
-        output = super().forward(**features)
-        if not torch.is_grad_enabled():
-            type(self).memory[: len(output.embeddings)] = output.embeddings
-            output.embeddings = type(self).memory[: len(output.embeddings)]
-        return output
+    assert {model.transformers_model.config._attn_implementation for model in built} == {attention}
 
 
 def test_embeddings_without_a_graph_outlive_the_next_replay(monkeypatch, uncompiled):
-    monkeypatch.setattr(OneBuffer, "memory", torch.zeros(9, 32, dtype=torch.float64), raising=False)
-    monkeypatch.setattr(exactness_worker, "EmbeddingModel", OneBuffer)
+    """Every result without a graph lies in the same memory, as that of a replayed CUDA graph does."""
+    memory = torch.zeros(9, 32, dtype=torch.float64)
+
+    def put_there(model, given, output):
+        if not torch.is_grad_enabled():
+            embeddings = output["sentence_embedding"]
+            memory[: len(embeddings)] = embeddings
+            output["sentence_embedding"] = memory[: len(embeddings)]
+
+    hook_models(monkeypatch, after=put_there)
     arguments = {"torch_compile": True}
     assert exactness_worker.measure(Case("one buffer", model="deep", arguments=arguments)) < 1e-10
-    assert OneBuffer.memory.any()
-
-
-class OneGradient(EmbeddingModel):
-    """Its parameters' first gradients lie in memory that the next forward with a graph writes over, as those of a
-    replayed CUDA graph do."""
-
-    memory: list[torch.Tensor] = []
-
-    def forward(self, **features):
-        if torch.is_grad_enabled():
-            for gradient in type(self).memory:
-                gradient.fill_(float("nan"))
-            for parameter in self.parameters():
-                if parameter.grad is None:
-                    self.watch(parameter)
-        return super().forward(**features)
-
-    def watch(self, parameter: torch.nn.Parameter) -> None:
-        def take(parameter: torch.nn.Parameter) -> None:
-            handle.remove()
-            type(self).memory.append(parameter.grad)
-
-        handle = parameter.register_post_accumulate_grad_hook(take)
+    assert memory.any()
 
 
 @pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2}, {"gradient_cache_keep_graph": 2}])
 def test_gradients_of_a_chunk_outlive_the_next_replay(more, monkeypatch, uncompiled):
-    monkeypatch.setattr(OneGradient, "memory", [])
+    """The parameters' first gradients lie in memory that the next forward with a graph writes over, as those of a
+    replayed CUDA graph do."""
+    memory: list[torch.Tensor] = []
+
+    def write_over(model, given):
+        if torch.is_grad_enabled():
+            for gradient in memory:
+                gradient.fill_(float("nan"))
+            for parameter in model.parameters():
+                if parameter.grad is None and parameter.requires_grad:
+                    watch(parameter)
+
+    def watch(parameter: torch.nn.Parameter) -> None:
+        def take(parameter: torch.nn.Parameter) -> None:
+            handle.remove()
+            memory.append(parameter.grad)
+
+        handle = parameter.register_post_accumulate_grad_hook(take)
+
     case = Case("one gradient", arguments={"torch_compile": True} | more)
-    monkeypatch.setattr(exactness_worker, "EmbeddingModel", OneGradient)
+    hook_models(monkeypatch, before=write_over)
     assert exactness_worker.measure(case) < 1e-10
-    assert OneGradient.memory and uncompiled
+    assert memory and uncompiled
 
 
 @pytest.mark.parametrize("mode, strategy, is_refused", [
@@ -222,18 +221,16 @@ def test_inductor_draws_the_same_dropout_masks_with_and_without_a_graph():
     dropout = {"num_hidden_layers": 1, "hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2}
     torch.manual_seed(0)
     model = embedding_model(exactness_worker.BERT | dropout).train()
-    compiled = torch.compile(model, backend="inductor", dynamic=True)
+    compiled, encode = torch.compile(model, backend="inductor", dynamic=True), embedder_of(model).call
     for rows, width in ((4, 16), (3, 8), (4, 24)):
         features = {"input_ids": torch.randint(1, 99, (rows, width)), "attention_mask": torch.ones(rows, width).long()}
         state = torch.get_rng_state()
         with torch.no_grad():
-            first = compiled(**features).embeddings
+            first = encode(compiled, features)
         after = torch.get_rng_state()
         torch.set_rng_state(state)
-        assert torch.equal(first, compiled(**features).embeddings.detach()) and torch.equal(
-            after, torch.get_rng_state()
-        )
-        assert not torch.equal(first, compiled(**features).embeddings.detach())  # masks do differ
+        assert torch.equal(first, encode(compiled, features).detach()) and torch.equal(after, torch.get_rng_state())
+        assert not torch.equal(first, encode(compiled, features).detach())  # masks do differ
 
 
 @pytest.mark.cuda
