@@ -7,6 +7,7 @@ as it is stored, and gradients are added up and reduced in float32. Small frozen
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -55,7 +56,7 @@ class FSDP(Sharded):
 
     @property
     def frozen_forwards_are_collective(self) -> bool:
-        return self.plugin.ignored_modules is None
+        return all(isinstance(root, Scalars) for root in self.plugin.ignored_modules or ())
 
     @property
     def saves_shards(self) -> bool:
@@ -84,10 +85,12 @@ class FSDP(Sharded):
         if hasattr(model, "transformers_model"):
             # accelerate 1.15 shards input embeddings and the last norm apart (fsdp_utils.py). Of a SentenceTransformer
             # it would take the module Normalize for that norm, which torch can not make one of its own class. A static
-            # model has none.
+            # model has none, and a dual encoder names no input embeddings.
             model.base_model_prefix = "transformers_model"  # type: ignore[assignment]
             if (backbone := model.transformers_model) is not None:
-                model.get_input_embeddings = backbone.get_input_embeddings  # type: ignore[union-attr]
+                with contextlib.suppress(NotImplementedError):
+                    backbone.get_input_embeddings()  # type: ignore[operator]
+                    model.get_input_embeddings = backbone.get_input_embeddings  # type: ignore[union-attr]
         if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and not torch.accelerator.is_available():
             # Pinned memory is for a device to read from; where there is none, torch raises.
             plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
@@ -101,6 +104,8 @@ class FSDP(Sharded):
         if frozen_roots is not None:
             check_names(plugin)
         replicate_frozen_parts(plugin, frozen_roots, getattr(args, "frozen_parts_fsdp", "auto"))
+        if plugin.fsdp_version == 2:
+            keep_scalars_whole(plugin, model, self.accelerator.device)
         for root in () if isinstance(plugin.ignored_modules, str) else plugin.ignored_modules or ():
             # Nobody else does: torch moves what it shards, accelerate 1.15 modules that a regex names, and Trainer
             # leaves a model under FSDP where it was loaded.
@@ -211,6 +216,39 @@ def replicate_frozen_parts(plugin: Any, roots: Sequence[nn.Module] | None, choic
         f"FSDP: frozen parts ({frozen_bytes / 2**30:.2f} GiB) are {done}: {why}. frozen_parts_fsdp={choice!r}, "
         f"replicated up to {limit / 2**30:.1f} GiB when 'auto'."
     )
+
+
+class Scalars(nn.ParameterList):
+    """Parameters without dimensions. accelerate's plugin takes modules alone as what FSDP leaves alone."""
+
+
+def keep_scalars_whole(plugin: Any, model: nn.Module, device: torch.device) -> None:
+    """FSDP2 can not shard a parameter without dimensions, such as the `logit_scale` of CLIP and the `logit_bias` of
+    SigLIP, on which no embedding depends and which are therefore frozen: every rank has them whole. Of one that trains
+    torch's own error says what to do."""
+    found = {
+        f"{path}.{name}" if path else name: parameter
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 0 and not parameter.requires_grad
+    }
+    if not found:
+        return
+    lines = {
+        "fsdp_cpu_ram_efficient_loading: true": plugin.cpu_ram_efficient_loading,  # see replicate_frozen_parts
+        f"fsdp_ignored_modules: {plugin.ignored_modules}": isinstance(plugin.ignored_modules, str),
+    }
+    if refused := next((line for line, is_given in lines.items() if is_given), None):
+        raise UsageError(
+            f"{refused} in the accelerate YAML does not go with {type(model).__name__}: FSDP2 can not shard its "
+            f'parameter "{next(iter(found))}", a single number, and has to leave it alone. Remove the line, or write '
+            "false."
+        )
+    for name, parameter in found.items():
+        path, _, own = name.rpartition(".")
+        found[name] = nn.Parameter(parameter.detach().to(device), requires_grad=False)
+        model.get_submodule(path).register_parameter(own, found[name])
+    plugin.ignored_modules = [*(plugin.ignored_modules or ()), Scalars(found.values())]
 
 
 def _replicated_limit() -> int:

@@ -14,8 +14,7 @@ import pytest
 import torch
 from accelerate import ParallelismConfig, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
-from hf_dist_ext.models.towers import TowerModel
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.tensor import DTensor
@@ -24,10 +23,12 @@ from transformers import Trainer
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.fsdp import replicate_frozen_parts
+from hf_dist_ext.tasks.readers import stand_in
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.tiny_models import embedding_model, model_config, tiny_towers
+from tests.parity.memory_table import CLIP
+from tests.tiny_models import embedding_model, model_config
 
 DEVICE = torch.device("meta")
 
@@ -43,17 +44,19 @@ def embedder(name: str) -> nn.Module:
 
 
 def towers() -> nn.Module:
-    return TowerModel(tiny_towers("clip"), {"query": "text", "positive": "image"})
+    return embedding_model(CLIP, tokenizer=stand_in(CLIP))
 
 
 def adapted() -> nn.Module:
-    return get_peft_model(embedder("llama"), LoraConfig(target_modules=["q_proj"], r=2))
+    model = embedder("llama").requires_grad_(False)
+    model.transformers_model.add_adapter(LoraConfig(target_modules=["q_proj"], r=2))
+    return model
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], dict]] = {
     "rotary": (lambda: embedder("llama"), dict(trainable_modules=["projection"])),  # inv_freq is in no state dict
     "positions": (lambda: embedder("bert"), dict(trainable_modules=["layer.1", "projection"])),
-    "a tower": (towers, dict(frozen_modules=["towers.image"])),
+    "a tower": (towers, dict(frozen_modules=["image"])),
     "adapters": (adapted, dict(trainable_modules=["projection"])),
     "everything trains": (lambda: embedder("llama"), {}),
 }
@@ -86,7 +89,9 @@ def left_behind(folder: Path, case: str, from_init: bool = False, **more) -> lis
     model, model_init = (None, make) if from_init else (make(), None)
     rows = [{"row": 0}] * 8
     loss = LossWithState()
-    trainer = DistTrainer(model, args, train_dataset=rows, loss=loss, data_collator=list, model_init=model_init)
+    trainer = DistTrainer(
+        model=model, args=args, train_dataset=rows, loss=loss, data_collator=list, model_init=model_init
+    )
     assert trainer.accelerator.device == DEVICE
     type(trainer.strategy).wrapped = nn.parallel.DistributedDataParallel.__init__ = arrive
     trainer._fit_checkpoint = lambda: None  # it reads the weights, to compare them with a checkpoint's
