@@ -89,7 +89,7 @@ def look(output: Path) -> None:
     drifting = contrastive_trainer(output.parent / "c", max_steps=5, save_strategy="no")
     if rank() == 1:
         calls: list[int] = []
-        drifting.model.projection.register_forward_hook(
+        drifting.model.projection.linear.register_forward_hook(
             lambda module, given, output: calls.append(1) or output * (1 + 0.1 * len(calls)) + 0.1 * len(calls)
         )
     found = {
