@@ -147,7 +147,7 @@ def examine(name: str, arguments: dict) -> dict:
         "elements": dict(sent.elements),
         "gradients": recorder.gradients,
         "weights": weights_of(trainer.model),
-        "is_checkpointing": bool(getattr(trainer.accelerator.unwrap_model(trainer.model), f"is_{CHECKPOINTING}")),
+        "is_checkpointing": bool(getattr(trainer.bare_model.transformers_model, f"is_{CHECKPOINTING}")),
         "learning_rate": trainer.args.learning_rate,
         "is_bucket_view": bool(getattr(wrapped, "gradient_as_bucket_view", False)),
         "is_static": bool(getattr(wrapped, "static_graph", False)),
