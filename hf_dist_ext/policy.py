@@ -14,6 +14,8 @@ WHOLE_LOSS_BUFFERS = 6  # of a loss that compares all pairs at once: scores as c
 LOSS_TILE_ROWS = 1024  # enough rows to keep a device busy; more only take memory
 EMBEDDING_COPIES = 4  # of a column's embeddings while the loss is computed: passed, leaf, gradient, normalised
 TOKENS = "tokens"  # the pooling that leaves a vector of every token
+# Whose text model gives the vector of its last position, and so reads texts of one width: all its positions.
+FIXED_WIDTH = frozenset({"siglip", "siglip_text_model", "siglip2", "siglip2_text_model"})
 CHUNKS_PER_COLUMN = 4  # at least, where columns have chunks of their own (chosen, not measured)
 LATE_TILE = (16, 32)  # queries and documents whose tokens meet at once in late interaction
 SENT_SHARE = 0.01  # of a gradient's elements, by DDP's hooks top_k and random_k

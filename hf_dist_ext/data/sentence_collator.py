@@ -116,15 +116,20 @@ class SentenceCollator:
             check_columns(self.columns, self.prompts, self.max_length, self.label_column)
         # shared with the workers of a loader, which live through an epoch
         self._epoch = torch.zeros((), dtype=torch.long).share_memory_() if self.draws_prompts else None
-        self._known: dict[str, dict[str, Any]] = {}  # column -> its constants, for texts that carry their tokens
+        self._forget()
         silence_threads()
+
+    def _forget(self) -> None:
+        self._known: dict[str, dict[str, Any]] = {}  # column -> its constants, for texts that carry their tokens
+        self._are_wide: dict[str, bool] = {}  # column -> see `_is_wide`
 
     def of_source(self, name: str | None) -> SentenceCollator:
         """The same for rows of one dataset."""
         if name == self.source:
             return self
         own = copy.copy(self)
-        own.source, own.columns, own._known = name, self.columns_of_source.get(name or "", self.columns), {}
+        own.source, own.columns = name, self.columns_of_source.get(name or "", self.columns)
+        own._forget()
         return own
 
     def of_model(self, model: Any) -> SentenceCollator:
@@ -133,8 +138,9 @@ class SentenceCollator:
         if not hasattr(getattr(self.preprocess, "__self__", None), "encode"):
             return self
         own = copy.copy(self)
-        own.preprocess, own._known = model.preprocess, {}
+        own.preprocess = model.preprocess
         own.tokenizer, own.processor = getattr(model, "tokenizer", None), getattr(model, "processor", None)
+        own._forget()
         return own
 
     def as_flat(self) -> SentenceCollator:
@@ -221,7 +227,8 @@ class SentenceCollator:
             tokens, (fill, side) = Tokens.of_texts(values), self._padding()
             return (tokens.flat if self.flat else tokens.padded)(fill, side), self._known[name]
         features, constants = self._preprocessed(name, place, values, draws)
-        if (found := unpadded(features, *self._padding())) is None or (MASK in features and not self.flat):
+        found = unpadded(features, *self._padding())
+        if found is None or (MASK in features and (not self.flat or self._is_wide(name, place))):
             return features, constants
         tokens, fill, side = found
         return (tokens.flat if self.flat else tokens.padded)(fill, side), constants
@@ -247,6 +254,14 @@ class SentenceCollator:
         dropped = OF_FLAT_ROWS if "cu_seq_lens_q" in found else ()
         constants = {key: value for key, value in found.items() if is_constant[key] and key not in dropped}
         return {key: value for key, value in found.items() if not is_constant[key]}, constants
+
+    def _is_wide(self, name: str, place: int) -> bool:
+        """Whether the model pads rows to more than the longest of them, as SigLIP, which reads the last position of a
+        fixed width; all its rows are left as it pads them."""
+        if name not in self._are_wide:
+            mask = self._preprocessed(name, place, [""], [""] if self.draws_prompts else None)[0].get(MASK)
+            self._are_wide[name] = mask is not None and not bool(mask.all())
+        return self._are_wide[name]
 
     # ---- prompts, routes ----
 
@@ -280,7 +295,7 @@ class SentenceCollator:
 
     def gives_tokens(self, column: str) -> bool:
         """Whether the texts of a column become tokens and nothing else, the same in every epoch."""
-        if not isinstance(self.prompt_of(column), str | None):
+        if not isinstance(self.prompt_of(column), str | None) or self._is_wide(column, self._place(column)):
             return False
         return unpadded(self._preprocessed(column, self._place(column), ["a text"])[0], *self._padding()) is not None
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-# SigLIP text pools the last position of a fixed width, so trimming moves the embedding.
-FIXED_WIDTH_MODEL_TYPES = frozenset({"siglip", "siglip_text_model", "siglip2", "siglip2_text_model"})
+from hf_dist_ext import policy
+
 # Convolutions (ConvBERT), a Fourier transform (FNet), landmarks (Nystromformer) and hashes (YOSO) read padding.
 READ_PADDING = frozenset({"convbert", "fnet", "nystromformer", "yoso"})
 # Rotary embeddings whose table is that of the longest row, once it is longer than the model was first trained for.
@@ -23,7 +23,7 @@ PADDED_MODEL_TYPES = frozenset({"idefics2", "idefics3", "smolvlm", "modernvbert"
 
 def reads_fixed_width(config: Any) -> bool:
     """Whether the model reads a fixed position of a fixed width."""
-    return getattr(config, "model_type", None) in FIXED_WIDTH_MODEL_TYPES
+    return getattr(config, "model_type", None) in policy.FIXED_WIDTH
 
 
 def free_width(config: Any) -> int | None:

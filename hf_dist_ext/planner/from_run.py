@@ -101,9 +101,11 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
     names, per_picture = _names(fields, notes), config.get("picture", {}).get("tokens", 0)
     pictured = set() if has_towers else _pictured(fields, names, config, notes)
     limits = {name: lengths.limit_of(fields, name, i == 0) for i, name in enumerate(names)}
+    is_wide = config["model_type"] in policy.FIXED_WIDTH and fields.max_length is None
     for name, length in limits.items():
-        limits[name] = min(longest, length or DEFAULT_LENGTH + per_picture * (name in pictured))
-    texts = {name: limit for name, limit in limits.items() if name not in pictured}
+        length = longest if is_wide else length or DEFAULT_LENGTH + per_picture * (name in pictured)
+        limits[name] = min(longest, length)
+    texts = {name: limit for name, limit in limits.items() if name not in pictured and not is_wide}
     seen, columns = lengths.sampled(fields, names, texts), []
     for i, (name, source) in enumerate(names.items()):
         count = rows * (len(source) if isinstance(source, list) and i > 1 else 1)
@@ -116,7 +118,7 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
         if of_data is not None:
             length = of_data.most
             notes.append(of_data.in_words(name))
-        elif lengths.limit_of(fields, name, i == 0) is None:
+        elif not is_wide and lengths.limit_of(fields, name, i == 0) is None:
             notes.append(f"max_length of {name} is not given: counted with rows of {length} tokens.")
         multiple = given.get("gradient_cache_width_multiple") or 8
         if given.get("torch_compile"):

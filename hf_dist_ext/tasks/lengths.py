@@ -1,5 +1,5 @@
 """How many tokens a row of each column may have: as the run file says, else as the model's folder, and never more than
-the model has positions for."""
+the model has positions for. Texts of SigLIP have all of them, since its vector is that of the last position."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 from sentence_transformers.base.modules import Router, Transformer
 from torch import nn
 
+from hf_dist_ext.engine.families import reads_fixed_width
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedder import dual_encoder_of
 from hf_dist_ext.run.fields import show
 
 TABLES = ("position_embeddings", "wpe", "embed_positions")  # of learned positions, by their names in transformers
+OF_DUAL = "position_embedding"  # in CLIP and those like it; elsewhere one of patches has that name
 
 
 def lengths_of(
@@ -33,6 +36,12 @@ def lengths_of(
     own |= dict.fromkeys(others, getattr(first, "document_length", None))
     lengths = dict.fromkeys(columns, given) if isinstance(given, int) else own | dict(given or {})
     most = positions_of(first) if isinstance(first, Transformer) else None
+    if most is not None and _has_fixed_width(first):
+        if given is not None and {*lengths.values()} != {most}:
+            raise UsageError(f"max_length={show(given)}: this model reads texts of {most} tokens. Remove max_length.")
+        text = {"padding": "max_length", "max_length": most} | first.processing_kwargs.get("text", {})
+        first.processing_kwargs = {**first.processing_kwargs, "text": text}  # its folder says so too
+        return None
     if most is not None:
         longest = max((length for length in lengths.values() if length is not None), default=0)
         if given is not None and longest > most:
@@ -60,10 +69,18 @@ def refuse_nothing_left(
             )
 
 
+def _has_fixed_width(first: Transformer) -> bool:
+    return reads_fixed_width(first.config) and "text" in first.modality_config
+
+
 def positions_of(backbone: nn.Module) -> int | None:
-    """Tokens that the backbone's table of learned positions has rows for. None: it has no such table (rotary)."""
-    for name, module in backbone.named_modules():
-        if name.rpartition(".")[2] in TABLES and isinstance(module, nn.Embedding):
+    """Tokens that the backbone's table of learned positions has rows for, of a dual encoder that of its texts. None: it
+    has no such table (rotary)."""
+    part, tables = getattr(dual_encoder_of(backbone), "text_model", None), (*TABLES, OF_DUAL)
+    if part is None:
+        part, tables = backbone, TABLES
+    for name, module in part.named_modules():
+        if name.rpartition(".")[2] in tables and isinstance(module, nn.Embedding):
             skipped = getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1
             return module.num_embeddings - skipped
     return None

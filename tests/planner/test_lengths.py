@@ -16,6 +16,7 @@ from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Settings
 from hf_dist_ext.planner.traced import config_of, traced
 from hf_dist_ext.planner.traffic import arithmetic
+from tests.parity.memory_table import CLIP, SIGLIP
 from tests.planner.test_choose import make_run  # noqa: F401, a fixture
 from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 
@@ -122,6 +123,16 @@ def test_data_that_is_not_here_is_counted_at_the_limit_of_the_models_folder(make
     found, work = columns(make_run(None, model_name_or_path=folder, dataset_name="some/data", max_length=None))
     assert {one.length for one in found.values()} == {24} and {one.tokens for one in found.values()} == {None}
     assert not any("max_length" in note for note in work.notes)
+
+
+def test_texts_of_siglip_are_counted_at_all_its_positions(make_run, tmp_path):  # noqa: F811
+    tiny_tokenizer().save_pretrained(tmp_path)
+    rows = write(tmp_path / "rows.jsonl", [{"query": "sort", "positive": "sort.png"}] * 9)
+    more = {"image_columns": ["positive"], "tokenizer_name": str(tmp_path), "max_length": None}
+    found, work = columns(make_run(SIGLIP, dataset_name=rows, **more))
+    assert found["query"].length == SIGLIP["text_config"]["max_position_embeddings"]
+    assert not any("tokens" in note for note in work.notes)
+    assert columns(make_run(CLIP, dataset_name=rows, **more))[0]["query"].length == 8
 
 
 def test_columns_without_a_length_are_counted_at_the_folders(tmp_path):
