@@ -109,11 +109,12 @@ def replayed(state: RandomState, drawn: Sequence[str]) -> Iterator[None]:
 class ReplayError:
     """How far embeddings of pass 3 lie from those of pass 1, relative to the largest magnitude of their chunk.
 
-    of_chunks: (n,) on the device, one for every chunk and output that was compared. places: which chunk each is of,
-    and whose rows that has, in words.
+    of_chunks: (n,) on the device, one for every chunk and output that was compared. numbers: which chunk each is of.
+    places: the same, and whose rows that has, in words.
     """
 
     of_chunks: torch.Tensor
+    numbers: list[int]
     places: list[str]
 
     @property
@@ -121,10 +122,10 @@ class ReplayError:
         """(), on the device. What is not a number was none in pass 1 either, or came of a gradient that is none."""
         return self.of_chunks.nan_to_num(nan=0.0, posinf=math.inf).amax()
 
-    def worst(self) -> tuple[float, str]:
-        """The largest one and its place; waits for the device."""
+    def worst(self) -> tuple[float, int, str]:
+        """The largest one, its chunk and its place; waits for the device."""
         ratios = self.of_chunks.nan_to_num(nan=0.0, posinf=math.inf).tolist()
-        return max(zip(ratios, self.places, strict=True), key=lambda pair: pair[0])
+        return max(zip(ratios, self.numbers, self.places, strict=True), key=lambda found: found[0])
 
 
 class Comparison:
@@ -133,6 +134,7 @@ class Comparison:
     def __init__(self, chunks: Sequence[Chunk], before: Sequence[Output]):
         self.chunks, self.before = chunks, before
         self._sizes: list[torch.Tensor] = []  # difference and magnitude, in turn
+        self._numbers: list[int] = []
         self._places: list[str] = []
 
     @torch.no_grad()
@@ -149,6 +151,7 @@ class Comparison:
                 now, first, gradient = (one[:, :width] for one in (now, first, gradient))
             self._sizes += [_largest((now - first).masked_fill(gradient == 0, 0)), _largest(first)]
             columns = " and ".join(self.chunks[number].columns)
+            self._numbers.append(number)
             self._places.append(f"{columns}, chunk {number + 1} of {len(self.chunks)}")
 
     def result(self) -> ReplayError | None:
@@ -156,7 +159,7 @@ class Comparison:
         if not self._sizes:
             return None
         differences, magnitudes = torch.stack(self._sizes).float().view(-1, 2).unbind(1)
-        return ReplayError(differences / magnitudes, self._places)
+        return ReplayError(differences / magnitudes, self._numbers, self._places)
 
 
 def _tensors(output: Output, names: Sequence[str]) -> list[torch.Tensor]:
@@ -179,15 +182,18 @@ def rounding(dtypes: Iterable[torch.dtype], has_other_shapes: bool) -> float:
     return max(ROUNDING.get(dtype, ROUNDING[torch.bfloat16])[has_other_shapes] for dtype in dtypes)
 
 
-def refuse(step: int, ratio: float, most: float, place: str) -> NoReturn:
+def refuse(step: int, ratio: float, most: float, place: str, found: str = "") -> NoReturn:
+    """`found`: which of the causes it is, where that was tried."""
+    tried = f" Encoding that chunk again found the cause: {found}." if found else ""
     raise RunError(
-        f"step {step}: the gradient cache encodes every chunk twice, and the second embeddings differ from the first "
-        f"by {ratio:.2g} of their largest magnitude ({place}), where rounding explains {most:.2g}. The gradient "
-        "would be wrong, so the update is not made. The usual causes, in this order: (1) the forward draws random "
-        "numbers that come neither from torch nor from numpy.random or random: draw them there; (2) the forward "
-        "writes a state that it reads (spectral_norm, observers of quantization, moving averages): switch that off, "
-        "or do it once per step outside of the model; (3) tables follow the longest row (rotary embeddings of type "
-        '"dynamic"): use another type; (4) a part changes its mode between forwards: set it once; (5) kernels have no '
-        "fixed order: torch.use_deterministic_algorithms(True). Without a gradient cache rows are encoded once. A "
-        f"model that can not be deterministic may say replay_tolerance={2 * ratio:.0e}: its gradient is off by that."
+        f"step {step}: the gradient cache encodes every chunk twice, and the second embeddings differ from the "
+        f"first by {ratio:.2g} of their largest magnitude ({place}), where rounding explains {most:.2g}. The "
+        f"gradient would be wrong, so the update is not made.{tried} The usual causes, in this order: (1) the "
+        "forward draws random numbers that come neither from torch nor from numpy.random or random: draw them "
+        "there; (2) the forward writes a state that it reads (spectral_norm, observers of quantization, moving "
+        "averages): switch that off, or do it once per step outside of the model; (3) tables follow the longest "
+        'row (rotary embeddings of type "dynamic"): use another type; (4) a part changes its mode between '
+        "forwards: set it once; (5) kernels have no fixed order: torch.use_deterministic_algorithms(True). "
+        "Without a gradient cache rows are encoded once. A model that can not be deterministic may say "
+        f"replay_tolerance={2 * ratio:.0e}: its gradient is off by that."
     )

@@ -184,10 +184,9 @@ class _Audit:
         allowed = None if error is None else self.trainer.step.rounding
         note = "every graph is kept: nothing is encoded twice" if error is None else ""
         if self.repeated.refused:
-            _, error, allowed, note = self.repeated.refused
+            _, error, allowed, note, found = self.repeated.refused
             note += ": the second pass gives other embeddings than the first, and the run would end here"
-            if written := self.repeated.written():
-                note += f". The forward writes {_few(written)}, and what it writes changes what it gives"
+            note += f". Found by encoding that chunk again: {found}" if found else ""
         self.add("both passes give the same embeddings", not self.repeated.refused, error, allowed, note=note)
         words = f"drawn from {', '.join(drawn)}, and drawn again" if drawn else "none are drawn"
         self.add("random numbers", True, note=words)

@@ -59,6 +59,8 @@ class Health(TrainerCallback):
         progress: (finished updates, those of this run's checkpoint) now.
         rows: those of the run's strategy now.
         pop_resumed: what the resumed checkpoint tells of bad rows in the epoch that begins.
+        find_causes: (number of a chunk, what rounding explains) -> why its embeddings differ when they are encoded
+            again, in words; "" where that is not known. All ranks call it.
         go_back: called when too many updates were not finite; says which checkpoint is good.
     """
 
@@ -73,9 +75,11 @@ class Health(TrainerCallback):
         rows: Callable[[], Rows],
         pop_resumed: Callable[[], dict[str, Any] | None],
         go_back: Callable[[], str],
+        find_causes: Callable[[int, float], str],
     ):
         self.args, self.has_scaler, self.processor, self.sizes = args, has_scaler, processor, sizes
         self.progress, self.rows, self.pop_resumed, self.go_back = progress, rows, pop_resumed, go_back
+        self.find_causes = find_causes
         limit = getattr(args, "max_nonfinite_steps", None)
         if limit == "auto":
             limit = LIMIT if is_guarded else None
@@ -234,8 +238,9 @@ class Health(TrainerCallback):
         wrong = [rank for rank, (error, bound) in enumerate(zip(errors, most, strict=True)) if error > bound]
         if wrong:
             rank = max(wrong, key=errors.__getitem__)
-            _, place = max((one.worst() for one in replays), default=(0.0, ""), key=lambda worst: worst[0])
-            self.refuse(step, errors[rank], most[rank], collectives.texts_of(place, [rank])[0])
+            own = max((one.worst() for one in replays), default=(0.0, 0, ""), key=lambda worst: worst[0])
+            _, number, place = collectives.everyones(own)[rank]
+            self.refuse(step, errors[rank], most[rank], place, self.find_causes(number, most[rank]))
 
     def for_log(self) -> dict[str, float]:
         found = {"nonfinite_steps": self.guard.total if self.guard is not None else 0, "bad_rows": self.bad_rows.count}

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from hf_dist_ext.checkpoints.trainable import named
 from hf_dist_ext.engine.replay import RandomState
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.training.meter import StepMeter
@@ -42,7 +41,7 @@ class RepeatedUpdate(TrainerCallback):
         scored: what the loss was given in each micro-batch: embeddings, facts of the rows, their layout.
         score: gives the loss of such.
         replay_error: between both passes, of all ranks; None: none was compared.
-        refused: what the run would have been ended with: step, difference, bound, place.
+        refused: what the run would have been ended with: step, difference, bound, place, causes.
     """
 
     def __init__(self, trainer: Any, num_rows: int | None):
@@ -105,12 +104,6 @@ class RepeatedUpdate(TrainerCallback):
     def _buffers(self) -> list[torch.Tensor]:
         own = self.trainer.loss.buffers() if isinstance(self.trainer.loss, nn.Module) else ()
         return [*self.trainer.bare_model.buffers(), *own]
-
-    def written(self) -> list[str]:
-        """Names of the model's buffers that the update has changed."""
-        buffers = named(self.trainer.bare_model.named_buffers()).items()
-        pairs = zip(buffers, self._buffers_before, strict=False)  # those of the loss come last
-        return [name for (name, buffer), before in pairs if not torch.equal(buffer, before)]
 
     # ---- as Trainer calls them ----
 

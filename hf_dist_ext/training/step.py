@@ -27,6 +27,7 @@ from hf_dist_ext.data.mixture import SOURCE, source_of
 from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.engine.gradient_cache import (
+    KEEP,
     SCORE,
     WHOLE_PASS,
     CachedStep,
@@ -42,11 +43,13 @@ from hf_dist_ext.evaluation.token_vectors import Compared, compared
 from hf_dist_ext.frozen.encode_once import batch_of_pooled
 from hf_dist_ext.models.embedder import check_embeddings
 from hf_dist_ext.models.masks import padding_is_known
+from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.rows import EarlyGather, GatheredColumns, row_weight
 from hf_dist_ext.training import all_columns, compiling
 from hf_dist_ext.training.ahead import Cuts
 from hf_dist_ext.training.out_of_memory import empty_cache, is_lack_of_memory
 from hf_dist_ext.training.packing import has_prompt_tokens
+from hf_dist_ext.training.replay_causes import States, found_causes
 from hf_dist_ext.training.sizes import Batch, Layout, StepSizes, is_checkpointed
 from hf_dist_ext.training.timing import StepClock
 
@@ -99,6 +102,8 @@ class EmbeddingStep:
         self._gradients_are_used = True  # those of the loss's own parameters
         self.rounding = 0.0  # by how much embeddings of the last batch may differ when they are encoded again
         self._before_update: RandomState | None = None
+        self._is_first_update = True
+        self._states: States | None = None  # of the model before the first update of a training
         self._buffers_before: list[torch.Tensor] = []
         self._own_loss: torch.Tensor | None = None
         self._constants: Mapping[str, Mapping[str, Any]] = {}  # of the batch that runs
@@ -113,7 +118,7 @@ class EmbeddingStep:
     def begin(self) -> None:
         """A training: what one that was interrupted has left in the loss's gradients is dropped with the next batch,
         as Trainer drops the model's."""
-        self._gradients_are_used = True
+        self._gradients_are_used = self._is_first_update = True
 
     def run(
         self, model: nn.Module, inputs: Any, earlier: Sequence[Any], accumulated: int, is_last: bool
@@ -145,6 +150,7 @@ class EmbeddingStep:
         """Where memory runs out and the step can be run again, the update so far is dropped, and its batches are run
         again in smaller chunks from the random state before it."""
         if not earlier:
+            self._states, self._is_first_update = States(self.sizes.model()) if self._is_first_update else None, False
             self._before_update = RandomState()
             self._buffers_before = [] if self.sizes.fitting is None else [b.clone() for b in self._buffers()]
         again: list[Any] = []
@@ -227,6 +233,24 @@ class EmbeddingStep:
             dtypes.add(torch.float16)  # of the same epsilon
         explained = rounding(dtypes, was_wider or self.args.torch_compile)
         return max(explained, self.args.replay_tolerance or 0.0)
+
+    def causes_of_replay_error(self, model: nn.Module, worst: int, most: float) -> str:
+        """Why embeddings of a chunk of the last batch differ when they are encoded again, in words; "" where encoding
+        it shows nothing, is not one forward of each rank (pipelines), or after the first update. Every rank calls it
+        with the same numbers."""
+        strategy = self.strategy()
+        if self.layout is None or self._states is None or strategy.is_cut:
+            return ""
+        chunks = self.layout.chunked.chunks()
+        worst = min(worst, len(chunks) - 1)
+        others = [i for i, chunk in enumerate(chunks) if i != worst and chunk.table == chunks[worst].table]
+        other = max(others, key=lambda i: abs(i - worst), default=worst)
+        encode = lambda number: self._encode(model, chunks[number])  # noqa: E731
+        with self._sharing_casts():
+            recording = lambda: strategy.phase(Phase(KEEP, chunks[worst]))  # noqa: E731
+            own = found_causes(encode, worst, other, self._states, most, recording)
+        self.sizes.model().state_dict(keep_vars=True)  # no backward has followed: FSDP2 frees its whole weights here
+        return "; ".join(dict.fromkeys(cause for found in collectives.everyones(own) for cause in found))
 
     def _sharing_casts(self) -> AbstractContextManager:
         return self.strategy().sharing_casts(is_checkpointed(self.sizes.model()))

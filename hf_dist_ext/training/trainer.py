@@ -189,6 +189,7 @@ class DistTrainer(Trainer):
             rows=lambda: self.strategy.rows,
             pop_resumed=lambda: self.data_position.pop_resumed("bad_rows"),
             go_back=self.keeper.go_back,
+            find_causes=lambda number, most: self.step.causes_of_replay_error(self.model_wrapped, number, most),
         )
         self.keeper.is_guarded = self.health.guard is not None
         self.clock = StepClock(args.device)
