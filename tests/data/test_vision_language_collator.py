@@ -1,14 +1,16 @@
 """Texts, pictures and both become features row by row as the processor makes them, counted for whoever cuts them."""
 
 import io
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import nn
+from transformers import AutoProcessor
 
-from hf_dist_ext.data.collator import content_id
+from hf_dist_ext.data.collator import CONSTANTS, content_id
 from hf_dist_ext.data.vision_language_collator import VisionLanguageCollator
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.late_interaction import LateInteractionLoss
@@ -16,6 +18,8 @@ from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedder import embedder_of
+from hf_dist_ext.tasks.embedding import _collator as collator_of
 from tests.tiny_models import embedding_model
 from tests.tiny_processors import FAMILIES, TEMPLATE, mixed_row, picture, tiny_vision_language
 
@@ -69,21 +73,29 @@ def test_cached_gradients_of_token_vectors_are_those_of_the_whole_batch(family, 
 
 
 def assert_cached_is_plain(family: str, side: str, limits: ChunkLimits, loss: nn.Module, **options) -> None:
-    collate, config = made(family, side)
+    """Of the model and the collator that a run file makes."""
+    processor, config = tiny_vision_language(family, side)
     torch.manual_seed(0)
-    model = embedding_model(config, dtype=torch.float64, **options).train()
-    loss = loss.double()
+    with mock.patch.object(AutoProcessor, "from_pretrained", lambda *args, **options: processor):  # without videos
+        model = embedding_model(config, tokenizer=processor, dtype=torch.float64, **options).train()
+    embedder, loss = embedder_of(model), loss.double()
     for parameter in model.parameters():
         if not parameter.any() and parameter.dim() > 1:
             nn.init.normal_(parameter.data, std=0.2)  # Gemma's projection, through which pictures would not be seen
-    batch = {name: features for name, features in collate([mixed_row(i) for i in range(6)]).items() if name != "ids"}
-    embeddings = {name: model(**features).embeddings for name, features in batch.items()}
+    batch = collator_of(model, COLUMNS, PROMPTS)([mixed_row(i) for i in range(6)])
+    batch.pop("ids")
+    constants = batch.pop(CONSTANTS)
+    embeddings = {name: embedder.call(model, of, name, constants[name]) for name, of in batch.items()}
     expected = gradients(model, loss(embeddings)[0])
     vision = [g for name, g in expected.items() if "visual" in name or "vision" in name]
     assert len(vision) > 5 and torch.stack([g.abs().max() for g in vision]).median() > 1e-6
-    chunked = lay_out(batch, limits, model_config=model.config)
+    chunked = lay_out(batch, limits, model_config=model[0].model.config, shares_tower=not embedder.takes_column)
     assert len(chunked.chunks()) > 5 and {chunk.has_vision for chunk in chunked.chunks()} == {True, False}
-    cached_step(chunked, lambda chunk: model(**chunk.features).embeddings, lambda found: loss(found))
+
+    def encode(chunk):
+        return embedder.call(model, chunk.features, chunk.column, constants[chunk.column])
+
+    cached_step(chunked, encode, lambda found: loss(found))
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     scale = torch.cat([g.flatten() for g in expected.values()]).norm()
     error = torch.cat([(a - b).flatten() for a, b in zip(found, expected.values(), strict=True)]).norm()
