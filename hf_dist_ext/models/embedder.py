@@ -31,6 +31,7 @@ VECTORS = "vectors"  # a feature: embeddings, which nothing follows on
 POOLED = "pooled"  # a feature: what the frozen modules that come first have given
 # The parts of CLIP and SigLIP, by transformers' names.
 PARTS_OF_DUAL = {"text": ("text_model", "text_projection"), "image": ("vision_model", "visual_projection")}
+OLDER_NAMES = {"CLIPModel": "Transformer"}  # a class of older folders, which adds nothing
 PART = "part"  # an argument of a forward that `_cut_forward` has cut
 
 
@@ -446,7 +447,8 @@ def _name(module: nn.Module) -> str:
     """The class of a module that sentence-transformers ships, without the prefix that FSDP2 gives it; "" for others: a
     subclass may do anything."""
     kind = own_class(module)
-    return kind.__name__ if kind.__module__.startswith(f"{PACKAGE}.") else ""
+    name = kind.__name__ if kind.__module__.startswith(f"{PACKAGE}.") else ""
+    return OLDER_NAMES.get(name, name)
 
 
 def _field(output: Any, name: str) -> Any:

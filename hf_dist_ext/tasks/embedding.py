@@ -21,12 +21,14 @@ from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, label_shape_of
 from hf_dist_ext.data.columns import column_names, columns_of
 from hf_dist_ext.data.evaluations import read_evaluations
 from hf_dist_ext.data.fingerprint import seed_of_stream
+from hf_dist_ext.data.image_files import require_pillow
 from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.data.row_check import column_kind
 from hf_dist_ext.data.sentence_collator import SentenceCollator
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import from_run
+from hf_dist_ext.models.backbones import parse_config
 from hf_dist_ext.models.embedder import set_is_causal
 from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.run.config import Run, RunConfig
@@ -48,6 +50,11 @@ from hf_dist_ext.training.metrics import paired_of
 
 logger = logging.get_logger(__name__)
 
+EMBEDS_TEXT_ONLY = (
+    'column "{column}" holds pictures, but the model embeds text only. Use a dual encoder (such as CLIP) or a '
+    "vision-language model whose processor has a chat template."
+)
+VISION = "vision_config"
 QUERY, DOCUMENT = "query", "document"  # the tasks of sentence-transformers
 DOCUMENT_NAMES = ("document", "passage", "corpus")  # by which its evaluators look for the prompt of documents
 
@@ -58,6 +65,8 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
     sources, train_dataset, eval_dataset, columns, pictures = _data(config, args)  # (1)
     if sources is not None and not evaluations:  # else all figures of the run are known where it is checked
         sources.check_metric(args.metric_for_best_model)
+    if pictures:
+        require_pillow()
     model = _model(run, args, train_dataset, columns, pictures)  # (2)
     tokenizer = model.tokenizer if callable(getattr(model, "tokenizer", None)) else None  # not that of static vectors
     if tokenizer is not None:
@@ -161,6 +170,8 @@ def _model(run: Run, args: DistTrainingArguments, rows: Any, columns: list[str],
     given = {name: getattr(config, name) for name in ("projection_dim", "normalize") if name in run.given}
     pooling = TOKENS if _is_late(config) else config.pooling if "pooling" in run.given else None
     texts = (text for name in columns if name not in pictures for text in rows[name])
+    if pictures and config.model_config is not None and not hasattr(parse_config(config.model_config), VISION):
+        raise UsageError(EMBEDS_TEXT_ONLY.format(column=min(pictures)))
     reader = reader_of(config, bool(pictures), texts)
     model = from_run.build(
         config.model_name_or_path,
@@ -191,10 +202,7 @@ def _check_reads(config: RunConfig, model: Any, pictures: set[str], is_cut: bool
             "tensor and pipeline parallelism cut one text model, and this one reads pictures too. Use multi_gpu_fsdp."
         )
     if pictures and not reads_pictures:
-        raise UsageError(
-            f'column "{min(pictures)}" holds pictures, but the model embeds text only. Use a dual encoder (such as '
-            "CLIP) or a vision-language model whose processor has a chat template."
-        )
+        raise UsageError(EMBEDS_TEXT_ONLY.format(column=min(pictures)))
     if config.processing_kwargs is None:
         return
     if not isinstance(model[0], Transformer) or not reads_pictures:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_dist_ext.models.towers import TowerModel
-from hf_dist_ext.tasks.tower_pair import TowerPair
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import (
+    AutoProcessor,
     CLIPConfig,
     CLIPImageProcessorPil,
     CLIPModel,
@@ -27,7 +26,7 @@ from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.tasks.search_files import pictures_below
 from tests.tasks.test_stages import main
-from tests.tiny_models import SPECIAL_IDS, WORDS, tiny_tokenizer
+from tests.tiny_models import SPECIAL_IDS, WORDS, loaded, tiny_tokenizer
 
 LAYERS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 TEXT = {**LAYERS, "vocab_size": 32, "max_position_embeddings": 16, **SPECIAL_IDS}
@@ -73,21 +72,22 @@ def run_file(tmp_path):
     return write
 
 
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Of both towers, by transformers' names; adapters are merged."""
+    return loaded(folder)[0].model.state_dict()
+
+
+def moved_towers(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+    assert before.keys() == after.keys() and len(before) > 40
+    kinds = {"text": "text", "vision": "image", "visual": "image", "logit": "logit"}
+    return {kinds[name.split("_")[0]] for name, value in after.items() if not torch.equal(value, before[name])}
+
+
 @pytest.mark.parametrize("family, trained", [("clip", "text"), ("siglip", "text"), ("siglip", "image")])
 def test_one_tower_trains_and_the_other_stays_bit_identical(run_file, tmp_path, family, trained):
     main(run_file(family, trainable_modules=[trained]))
-    model = TowerModel.from_pretrained(tmp_path / "out")
     whole = (CLIPModel if family == "clip" else SiglipModel).from_pretrained(tmp_path / "model")
-    before = whole.state_dict()
-    parts = {"text": "text_model", "image": "vision_model"}
-    changed = {}
-    for name, tower in model.towers.items():
-        after = tower.state_dict()
-        shared = [key for key in after if f"{parts[name]}.{key.removeprefix(parts[name] + '.')}" in before]
-        assert len(shared) > 10
-        pairs = [(before[f"{parts[name]}.{key.removeprefix(parts[name] + '.')}"], after[key]) for key in shared]
-        changed[name] = any(not torch.equal(one, other) for one, other in pairs)
-    assert changed == {name: name == trained for name in parts}
+    assert moved_towers(whole.state_dict(), weights_of(tmp_path / "out")) == {trained}
     report = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert 0 < report["trained_share"] < 1 and report["contrastive_batch_size"] == 8 and report["num_chunks"] > 3
     assert 0 < report["after"]["mrr@10"] <= 1 and report["before"] != report["after"]
@@ -101,18 +101,16 @@ def test_short_names_freeze_the_towers_of_a_dual_encoder(run_file, tmp_path, fie
     path.write_text(json.dumps(fields))
     main(path)
     before = CLIPModel.from_pretrained(tmp_path / "model").state_dict()
-    after = TowerModel.from_pretrained(tmp_path / "out").state_dict()
-    after = {name: value for name, value in after.items() if not torch.equal(value, before[name.split(".", 2)[2]])}
-    assert after and all(name.startswith(f"towers.{trained}.") for name in after)
+    assert moved_towers(before, weights_of(tmp_path / "out")) == {trained}
 
 
 def test_a_run_of_towers_is_resumed_and_ends_with_the_same_weights(run_file, tmp_path):
     path = run_file()
     main(path)
-    whole = TowerModel.from_pretrained(tmp_path / "out").state_dict()
+    whole = weights_of(tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
     main(path, "--resume_from_checkpoint", "true")
-    again = TowerModel.from_pretrained(tmp_path / "out").state_dict()
+    again = weights_of(tmp_path / "out")
     assert all(torch.equal(again[key], value) for key, value in whole.items())
 
 
@@ -122,7 +120,7 @@ def test_adapters_on_towers_end_merged_in_a_run_and_in_every_stage(run_file, tmp
     del single["trainable_modules"]
     (tmp_path / "run.json").write_text(json.dumps(single | lora))
     main(tmp_path / "run.json")
-    alone = TowerModel.from_pretrained(tmp_path / "out").state_dict()
+    alone = weights_of(tmp_path / "out")
     kinds = {
         "adapters": lora,
         "text": {"trainable_modules": ["text"]},
@@ -132,42 +130,40 @@ def test_adapters_on_towers_end_merged_in_a_run_and_in_every_stage(run_file, tmp
     (tmp_path / "run.json").write_text(json.dumps(single | {"stages": listed, "output_dir": str(tmp_path / "staged")}))
     main(tmp_path / "run.json")
     folders = [tmp_path / "staged" / name for name in ("stage_0_adapters", "stage_1_text", ".")]
-    first, second, last = (TowerModel.from_pretrained(folder).state_dict() for folder in folders)
+    first, second, last = (weights_of(folder) for folder in folders)
     assert alone.keys() == first.keys() == last.keys()
     for name, weight in alone.items():
         torch.testing.assert_close(first[name], weight, rtol=0, atol=1e-6)
     before = CLIPModel.from_pretrained(tmp_path / "model").state_dict()
-    moved = {name for name in alone if not torch.equal(alone[name], before[name.split(".", 2)[2]])}
+    moved = {name for name in alone if not torch.equal(alone[name], before[name])}
     assert moved and all("q_proj" in name or "v_proj" in name for name in moved)
-    moved = {name.split(".")[1] for name in first if not torch.equal(first[name], second[name])}
-    assert moved == {"text"} and any(not torch.equal(second[name], last[name]) for name in last if "image" in name)
+    assert moved_towers(first, second) == {"text"} and "image" in moved_towers(second, last)
 
 
 def test_a_folder_of_towers_starts_another_run_and_keeps_its_prompts(run_file, tmp_path):
     main(run_file(max_steps=1, prompts={"query": "search : "}))
-    first = TowerModel.from_pretrained(tmp_path / "out").state_dict()
+    first = weights_of(tmp_path / "out")
     more = ("--trainable_modules", '["image"]', "--output_dir", str(tmp_path / "second"))
     main(run_file(max_steps=1), "--model_name_or_path", str(tmp_path / "out"), *more)
-    second = TowerModel.from_pretrained(tmp_path / "second").state_dict()
-    moved = {key.split(".")[1] for key, value in first.items() if not torch.equal(second[key], value)}
-    assert moved == {"image"}
-    pair = TowerPair.load(tmp_path / "second")  # whose run file names none
-    embedded, pair.collator.prompts = pair.embed(["sort"]), {}
-    assert torch.equal(embedded, pair.embed(["search : sort"])) and not torch.equal(embedded, pair.embed(["sort"]))
+    assert moved_towers(first, weights_of(tmp_path / "second")) == {"image"}
+    model = SentenceTransformer(str(tmp_path / "second"), device="cpu")  # whose run file names no prompt
+    embedded = model.encode_query(["sort"])
+    assert (embedded == model.encode(["search : sort"])).all() and (embedded != model.encode(["sort"])).any()
 
 
 def test_towers_are_built_from_a_config(run_file, tmp_path):
     config = {"model_type": "clip", "text_config": TEXT, "vision_config": VISION, "projection_dim": 16}
     more = {"model_config": config, "model_name_or_path": None, "tokenizer_name": str(tmp_path / "model")}
     main(run_file(max_steps=1, **more))
-    assert TowerModel.from_pretrained(tmp_path / "out").towers["text"].config.hidden_size == 32
+    model = SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    assert model[0].model.config.text_config.hidden_size == 32 and model.encode(["sort"]).shape == (1, 16)
 
 
 @pytest.mark.parametrize("change, words", [
     ({"rows": [{"caption": "a", "file": "gone.png"}]}, "row 24 (counted from 0)"),
     ({"image_columns": ["picture"]}, 'image_columns has "picture"'),
     ({"image_folder": "nowhere"}, 'image_folder="nowhere" is no folder'),
-    ({"projection_dim": 8}, "projection_dim is given"),
+    ({"max_length": 77}, "the model has positions for 16 tokens"),
     ({"trainable_modules": ["txt"]}, "txt"),
     ({"model_config": {"model_type": "bert"}, "model_name_or_path": None}, "the model embeds text only"),
 ])  # fmt: skip
@@ -187,56 +183,64 @@ def test_without_pillow_a_run_with_pictures_ends_in_one_line(run_file, monkeypat
         pictures_below(tmp_path)
 
 
-def test_siglips_texts_have_the_full_width(run_file, tmp_path):
-    from hf_dist_ext.run.read import load_run
-    from hf_dist_ext.tasks import image_pairs
-
-    run = load_run(["--config", str(run_file("siglip"))])
-    processor = image_pairs.load_pair_processor(run.options)
-    model = image_pairs.build_towers(run, processor, ["query", "positive"], ["positive"])
-    collate = image_pairs.pair_collator(model, processor, ["query", "positive"])
-    picture = Image.new("RGB", (16, 16))
-    batch = collate([{"query": "parse", "positive": picture}, {"query": "parse a date " * 9, "positive": picture}])
-    assert batch["query"]["input_ids"].shape == (2, 16) and batch["positive"]["pixel_values"].shape == (2, 3, 16, 16)
+def test_siglips_texts_have_the_full_width(run_file, tmp_path, capsys):
+    main(run_file("siglip", max_steps=1, save_strategy="no"))
+    model = SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    texts = ["parse", "parse a date"]
+    assert model.preprocess(texts)["input_ids"].shape == (2, 16)
+    torch.testing.assert_close(model.encode(texts)[:1], model.encode(texts[:1]), rtol=0, atol=1e-6)
+    with pytest.raises(SystemExit):
+        main(run_file("siglip"), "--max_length", "8", "--output_dir", str(tmp_path / "other"))
+    assert "this model reads texts of 16 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["clip", "siglip"])
 @pytest.mark.parametrize("trained", [["text"], None], ids=["one tower", "both"])
 def test_a_checkpoint_of_towers_is_merged_into_the_folder_the_run_ends_with(run_file, tmp_path, family, trained):
     main(run_file(family, trainable_modules=trained))
-    end = TowerModel.from_pretrained(tmp_path / "out")
     checkpoint, merged = tmp_path / "out" / "checkpoint-4", tmp_path / "merged"
     assert (checkpoint / "trainable.safetensors").is_file() == (trained is not None)
     merge(checkpoint, merged)
-    model = TowerModel.from_pretrained(merged)
-    assert model.column_to_tower == end.column_to_tower and model.normalize == end.normalize
-    weights = end.state_dict()
-    assert weights.keys() == model.state_dict().keys() and len(weights) > 20
-    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert moved_towers(weights_of(tmp_path / "out"), weights_of(merged)) == set()
+    for end, again in zip(texts_and_pictures(tmp_path / "out"), texts_and_pictures(merged), strict=True):
+        assert torch.equal(end, again)
     assert (merged / "tokenizer_config.json").is_file()
     if trained is not None:
-        merge(checkpoint, tmp_path / "again", base=str(merged))  # a folder of towers is a base too
-        image = merged / "image" / "model.safetensors"
-        save_file({name: value + 1 for name, value in load_file(image).items()}, image, metadata={"format": "pt"})
+        merge(checkpoint, tmp_path / "again", base=str(merged))  # the folder of a run is a base too
+        weights = load_file(merged / "model.safetensors")
+        save_file({name: value + 1 for name, value in weights.items()}, merged / "model.safetensors", {"format": "pt"})
         with pytest.raises(UsageError, match="frozen weights .* other values"):
             merge(checkpoint, tmp_path / "wrong", base=str(merged))
 
 
+TEXTS = ["parse", "parse a date from text " * 9]
+
+
+def some_pictures() -> list[Image.Image]:
+    return [Image.new("RGB", (20, 20), (number * 50, 90, 80)) for number in range(4)]
+
+
 def texts_and_pictures(folder: Path) -> list[torch.Tensor]:
     served = SentenceTransformer(str(folder), device="cpu")
-    pictures = [Image.new("RGB", (20, 20), (number * 50, 90, 80)) for number in range(4)]
-    texts = ["parse", "parse a date from text " * 9]
-    return [served.encode(values, convert_to_tensor=True) for values in (texts, pictures)]
+    return [served.encode(values, convert_to_tensor=True) for values in (TEXTS, some_pictures())]
 
 
 @pytest.mark.parametrize("family", ["clip", "siglip"])
 def test_the_folder_of_a_run_is_served_with_texts_and_pictures(run_file, tmp_path, family):
     main(run_file(family, max_steps=2, trainable_modules=None))
-    pair = TowerPair.load(tmp_path / "out")
-    pictures = [Image.new("RGB", (20, 20), (number * 50, 90, 80)) for number in range(4)]
-    ours = [pair.embed(["parse", "parse a date from text " * 9]), pair.embed(pictures)]
-    for theirs, embedded in zip(texts_and_pictures(tmp_path / "out"), ours, strict=True):
-        assert (theirs - embedded).abs().max() <= 1e-6
+    weights, (texts, pictures) = weights_of(tmp_path / "out"), texts_and_pictures(tmp_path / "out")
+    whole = (CLIPModel if family == "clip" else SiglipModel).from_pretrained(tmp_path / "model").eval()
+    assert moved_towers(whole.state_dict(), weights) >= {"text", "image"}
+    whole.load_state_dict(weights)
+    processor = AutoProcessor.from_pretrained(tmp_path / "model")
+    tokens = processor.tokenizer(TEXTS, truncation=True, padding="max_length", max_length=16, return_tensors="pt")
+    given = {"input_ids": tokens.input_ids, "attention_mask": tokens.attention_mask}
+    pixels = processor.image_processor(images=some_pictures(), return_tensors="pt").pixel_values
+    with torch.no_grad():
+        expected = whole.get_text_features(**given), whole.get_image_features(pixel_values=pixels)
+    for found, one in zip((texts, pictures), expected, strict=True):
+        vectors = getattr(one, "pooler_output", one)
+        assert (found - torch.nn.functional.normalize(vectors)).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("layout", ["new", "old"])
