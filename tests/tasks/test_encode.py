@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hf_dist_ext.tasks.tower_pair import TowerPair
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.util.quantization import quantize_embeddings
 
@@ -18,13 +17,14 @@ from hf_dist_ext import cli
 from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.from_run import describe
 from hf_dist_ext.tasks import encode
 from hf_dist_ext.tasks.encode import Encode
 from hf_dist_ext.tasks.search_files import texts_of as texts_of_file
 from tests.tasks.test_folders import write_run
 from tests.tasks.test_search_files import pairs, pictures  # noqa: F401, fixtures
 from tests.tasks.test_stages import main as train
-from tests.tiny_models import WORDS, embedding_model, loaded, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, embed, embedding_model, loaded, model_config, tiny_tokenizer
 
 COUNT = 23
 PROMPTS = {"query": "search : ", "document": "text ", "STS": "key by "}
@@ -34,9 +34,9 @@ PROMPTS = {"query": "search : ", "document": "text ", "STS": "key by "}
 def folder(tmp_path) -> Path:
     """A model with prompts and two lengths, and a file of texts beside it."""
     torch.manual_seed(0)
-    options = {"prompts": PROMPTS, "max_length": {"query": 6, "positive": 11}, "projection_dim": 16}
-    model = embedding_model(model_config("bert"), **options)
-    model.save_pretrained(tmp_path / "model", tokenizer=tiny_tokenizer())
+    model = embedding_model(model_config("bert"), projection_dim=16)
+    describe(model, {"query": 6, "positive": 11}, PROMPTS)
+    model.save_pretrained(str(tmp_path / "model"))
     draw = np.random.default_rng(0)
     rows = [{"_id": f"d{i}", "text": " ".join(draw.choice(WORDS, draw.integers(1, 14))), "n": i} for i in range(COUNT)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -57,7 +57,7 @@ def as_trained(folder: Path, column: str, texts: list[str]) -> np.ndarray:
     prompts, lengths = {"query": PROMPTS["query"], "positive": PROMPTS["document"]}, {"query": 6, "positive": 11}
     features = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"], prompts, lengths).features(column, texts)
     with torch.no_grad():
-        return loaded(folder / "model")(**features).embeddings.numpy()
+        return embed(loaded(folder / "model"), **features).numpy()
 
 
 def test_embeddings_are_those_of_training_and_of_sentence_transformers(folder, monkeypatch):
@@ -84,14 +84,14 @@ def test_embeddings_are_those_of_training_and_of_sentence_transformers(folder, m
 
 
 def test_of_trained_parts_texts_without_a_role_have_the_length_of_the_longest_column(folder):
-    """A folder of what was trained alone, whose length is one per column, and the whole model that merge makes."""
+    """A checkpoint of what was trained alone, whose length is one per column, and the whole model that merge makes."""
     (folder / "run").mkdir()
     path = write_run(
         folder / "run", model_name_or_path=str(folder / "model"), max_length={"query": 6, "positive": 11}, max_steps=2,
         trainable_modules=["projection"], learning_rate=1e-1, save_full_model=False,
     )  # fmt: skip
     train(path)
-    models = {"part": folder / "run" / "out", "merged": folder / "whole"}
+    models = {"part": folder / "run" / "out" / "checkpoint-2", "merged": folder / "whole"}
     assert not (models["part"] / "modules.json").is_file(), "only what was trained is there"
     merge(models["part"], models["merged"])
     given = [str(folder / "rows.jsonl"), "--column", "text", "--output"]
@@ -135,7 +135,7 @@ def test_the_default_prompt_of_a_folder_is_put_before_texts(folder):
 
 def test_a_text_is_cut_where_positions_end_of_a_tokenizer_without_a_limit(tmp_path):
     torch.manual_seed(0)
-    embedding_model(model_config("bert")).backbone.save_pretrained(tmp_path / "model")
+    embedding_model(model_config("bert"))[0].model.save_pretrained(tmp_path / "model")
     tiny_tokenizer(max_length=int(1e30)).save_pretrained(tmp_path / "model")  # 40 positions
     (tmp_path / "rows.txt").write_text("sort the\n" + "parse a date " * 60)
     expected = SentenceTransformer(str(tmp_path / "model"), device="cpu").encode(["sort the", "parse a date " * 60])
@@ -218,15 +218,15 @@ def test_a_file_that_is_no_text_is_told_with_its_place(tmp_path, name):
 
 def test_a_pair_of_towers_encodes_pictures_and_texts(pairs, pictures, tmp_path, capsys):  # noqa: F811
     (tmp_path / "names.txt").write_text("parse\nread a date")
-    pair, command = TowerPair.load(pairs), ["encode", "--model", str(pairs), "--output"]
+    model, command = SentenceTransformer(str(pairs), device="cpu"), ["encode", "--model", str(pairs), "--output"]
     cli.main([*command, str(tmp_path / "pictures.parquet"), str(pictures), "--batch_size", "2"])
     cli.main([*command, str(tmp_path / "names.npy"), str(tmp_path / "names.txt")])
     table = pq.read_table(tmp_path / "pictures.parquet")
     paths = [str(pictures / name) for name in ("a.png", "b.jpg", "more/c.PNG")]
     assert table["path"].to_pylist() == paths and "3 rows, 16 dimensions" in capsys.readouterr().out
     images = [encode.open_picture(Path(path)) for path in paths]
-    np.testing.assert_allclose(np.stack(table["embedding"].to_numpy()), pair.embed(images), atol=1e-6)
-    np.testing.assert_allclose(np.load(tmp_path / "names.npy"), pair.embed(["parse", "read a date"]), atol=1e-6)
+    np.testing.assert_allclose(np.stack(table["embedding"].to_numpy()), model.encode(images), atol=1e-6)
+    np.testing.assert_allclose(np.load(tmp_path / "names.npy"), model.encode(["parse", "read a date"]), atol=1e-6)
     other = Encode(str(pairs), str(tmp_path / "names.txt"), str(tmp_path / "other.npy"), prompt="key ")
     encode.main(other)
     assert not np.allclose(np.load(tmp_path / "other.npy"), np.load(tmp_path / "names.npy"), atol=1e-3)

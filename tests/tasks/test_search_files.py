@@ -8,29 +8,20 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from hf_dist_ext.models.towers import TowerModel
-from hf_dist_ext.tasks.tower_pair import TowerPair
 from PIL import Image
 from sentence_transformers import SentenceTransformer
-from transformers import (
-    AutoProcessor,
-    CLIPImageProcessorPil,
-    CLIPProcessor,
-    CLIPTextConfig,
-    CLIPTextModelWithProjection,
-    CLIPVisionConfig,
-    CLIPVisionModelWithProjection,
-)
+from torch.nn.functional import normalize
+from transformers import AutoProcessor, CLIPModel
 
 from hf_dist_ext import cli
-from hf_dist_ext.checkpoints import merge
 from hf_dist_ext.data.code_search import train_tokenizer
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.from_run import describe
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.tasks import search_files
-from hf_dist_ext.tasks.adapters import add_adapters
-from tests.tasks.test_image_pairs import TEXT, VISION
-from tests.tiny_models import embedding_model, loaded, model_config, tiny_tokenizer
+from hf_dist_ext.tasks.adapters import adapt
+from tests.tasks.test_image_pairs import dual_encoder
+from tests.tiny_models import embedding_model, loaded, model_config
 
 CAPTIONS = ["parse a date", "read text file", "sort the numbers by key"]
 
@@ -38,15 +29,11 @@ CAPTIONS = ["parse a date", "read text file", "sort the numbers by key"]
 @pytest.fixture
 def pairs(tmp_path) -> Path:
     """The folder of a run of towers, with random weights."""
-    folder, size = tmp_path / "index" / "model", {"height": 16, "width": 16}
-    torch.manual_seed(0)
-    text = CLIPTextModelWithProjection(CLIPTextConfig(**TEXT, projection_dim=16))
-    image = CLIPVisionModelWithProjection(CLIPVisionConfig(**VISION, projection_dim=16))
-    TowerModel({"text": text, "image": image}, {"query": "text", "positive": "image"}).save_pretrained(folder)
-    CLIPProcessor(CLIPImageProcessorPil(size=size, crop_size=size), tiny_tokenizer(max_length=16)).save_pretrained(
-        folder
-    )
-    (folder / "run.json").write_text(json.dumps({"prompts": {"query": "search : "}, "max_length": 8}))
+    folder = tmp_path / "index" / "model"
+    dual_encoder("clip", tmp_path / "start")
+    model = loaded(tmp_path / "start", normalize=True)
+    describe(model, max_length=8, prompts={"query": "search : "})
+    model.save_pretrained(str(folder))
     return folder
 
 
@@ -60,17 +47,19 @@ def pictures(tmp_path) -> Path:
     return folder
 
 
-def naive(pairs: Path, words: str | None, files: list[Path], asked: Path | None = None) -> list[float]:
-    """Scores of pictures, by the towers and the processor alone."""
-    model, processor = TowerModel.from_pretrained(pairs), AutoProcessor.from_pretrained(pairs)
+def naive(pairs: Path, words: str, files: list[Path], asked: Path | None = None) -> list[float]:
+    """Scores of pictures, by model and processor of transformers."""
+    model, processor = CLIPModel.from_pretrained(pairs).eval(), AutoProcessor.from_pretrained(pairs)
 
     def of_pictures(paths):
         images = [Image.open(path).convert("RGB") for path in paths]
-        return model(column="positive", **processor.image_processor(images=images, return_tensors="pt")).embeddings
+        pixels = processor.image_processor(images=images, return_tensors="pt").pixel_values
+        return normalize(model.get_image_features(pixel_values=pixels).pooler_output)
 
     if asked is None:
-        tokens = processor.tokenizer([f"search : {words}"], truncation=True, max_length=8, return_tensors="pt")
-        question = model(column="query", input_ids=tokens.input_ids, attention_mask=tokens.attention_mask).embeddings
+        tokens = processor.tokenizer([words], truncation=True, max_length=8, return_tensors="pt")
+        given = {"input_ids": tokens.input_ids, "attention_mask": tokens.attention_mask}
+        question = normalize(model.get_text_features(**given).pooler_output)
     else:
         question = of_pictures([asked])
     return (of_pictures(files) @ question[0]).tolist()
@@ -80,7 +69,7 @@ def test_words_and_pictures_find_pictures(pairs, pictures):
     files = [pictures / name for name in ("a.png", "b.jpg", "more/c.PNG")]
     words = "read a date into list of lines by key"
     for question, asked in ((words, None), ("", files[1])):
-        expected = sorted(zip(naive(pairs, words, files, asked), map(str, files), strict=True), reverse=True)
+        expected = sorted(zip(naive(pairs, f"search : {words}", files, asked), map(str, files), strict=True), reverse=True)
         found = search_files.find(str(pairs), question, asked and str(asked), str(pictures))
         assert [path for _, path in found] == [path for _, path in expected]
         assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], abs=1e-5)
@@ -103,11 +92,16 @@ def test_a_picture_finds_texts(pairs, pictures, tmp_path, capsys):
 
 def test_vectors_are_computed_once_and_again_after_a_change(pairs, pictures, monkeypatch):
     embedded = []
-    plain = TowerPair.embed
+
+    def count(plain):
+        def encode(self, values, **options):
+            embedded.append(len(values) if isinstance(values, list) else 1)
+            return plain(self, values, **options)
+
+        return encode
+
     for name in ("encode_query", "encode_document"):
-        monkeypatch.setattr(
-            TowerPair, name, lambda self, values: (embedded.append(len(values)), plain(self, values))[1]
-        )
+        monkeypatch.setattr(SentenceTransformer, name, count(getattr(SentenceTransformer, name)))
 
     def scores() -> list[float]:
         embedded.clear()
@@ -119,10 +113,10 @@ def test_vectors_are_computed_once_and_again_after_a_change(pairs, pictures, mon
     Image.new("RGB", (20, 20), (7, 8, 99)).save(pictures / "a.png")
     os.utime(pictures / "a.png", ns=(1, 1))
     assert scores() != first and embedded == [3, 1], "a picture has changed"
-    model = TowerModel.from_pretrained(pairs)
+    model = SentenceTransformer(str(pairs), device="cpu")
     with torch.no_grad():
-        model.towers["image"].visual_projection.weight.neg_()
-    model.save_pretrained(pairs)
+        model[0].model.visual_projection.weight.neg_()
+    model.save_pretrained(str(pairs))
     assert scores() != first and embedded == [3, 1], "the model has changed"
     before = scores()
     assert embedded == [1]
@@ -130,10 +124,10 @@ def test_vectors_are_computed_once_and_again_after_a_change(pairs, pictures, mon
     index.write_bytes(index.read_bytes()[:100])
     assert scores() == before and embedded == [3, 1], "the index was torn"
     with torch.no_grad():
-        model.towers["image"].visual_projection.weight.neg_()
-    weights = next((pairs / "image").glob("*.safetensors"))
+        model[0].model.visual_projection.weight.neg_()
+    weights = pairs / "model.safetensors"
     stat = weights.stat()
-    model.save_pretrained(pairs)
+    model.save_pretrained(str(pairs))
     os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert scores() != before and embedded == [3, 1], "the model has changed, and its time was set back"
     assert scores() and embedded == [1] and len(list((pairs / "index").iterdir())) == 1
@@ -163,8 +157,9 @@ def test_a_text_model_searches_the_rows_of_a_file(tmp_path):
     tokenizer = train_tokenizer(CAPTIONS * 5, vocab_size=400)
     config = {"model_type": "bert", "vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 64}
-    model = embedding_model(config, max_length=60, prompts={"query": "search ", "document": "text "})
-    model.save_pretrained(tmp_path / "model", tokenizer=tokenizer)
+    model = embedding_model(config, tokenizer=tokenizer)
+    describe(model, max_length=60, prompts={"query": "search ", "document": "text "})
+    model.save_pretrained(str(tmp_path / "model"))
     rows = [{"text": text, "number": number} for number, text in enumerate(CAPTIONS)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     served = SentenceTransformer(str(tmp_path / "model"))
@@ -199,7 +194,7 @@ def test_what_does_not_fit_is_one_line(pairs, pictures, tmp_path, monkeypatch, c
     for folder in ("empty", "broken"):
         Path(folder).mkdir()
     text_model = embedding_model(model_config("bert"))
-    text_model.save_pretrained("text_model", tokenizer=tiny_tokenizer())
+    text_model.save_pretrained("text_model")
     Path("broken", "a.png").write_text("no picture")
     Path("empty.txt").write_text("\n \n")
     Path("text.txt").write_text("parse")
@@ -214,12 +209,11 @@ def test_what_does_not_fit_is_one_line(pairs, pictures, tmp_path, monkeypatch, c
 def test_the_index_beside_adapters_knows_when_their_base_has_changed(tmp_path):
     torch.manual_seed(0)
     base = embedding_model(model_config("bert", hidden_dropout_prob=0.0))
-    base.save_pretrained(tmp_path / "base", tokenizer=tiny_tokenizer())
-    adapted = add_adapters(loaded(tmp_path / "base"), RunConfig(use_lora=True))
-    files = [tmp_path / "model" / name for name in merge.ADAPTER_FILES]
-    adapted.save_pretrained(tmp_path / "model")
-    merge.complete_adapters(adapted, None, tmp_path / "model", tiny_tokenizer(), "float32", keep=True)
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    base.save_pretrained(str(tmp_path / "base"))
+    adapted = loaded(tmp_path / "base")
+    adapt(adapted, RunConfig(use_lora=True))
+    adapted.save_pretrained(str(tmp_path / "model"))
+    files = [tmp_path / "model" / name for name in ("adapter_config.json", "adapter_model.safetensors")]
     (tmp_path / "texts.txt").write_text("\n".join(CAPTIONS))
 
     def scores() -> list[float]:
@@ -231,8 +225,8 @@ def test_the_index_beside_adapters_knows_when_their_base_has_changed(tmp_path):
     assert scores() == first and kept[0].stat().st_mtime_ns == written, "from the index"
     before = [path.read_bytes() for path in files]
     with torch.no_grad():
-        base.get_input_embeddings().weight.neg_()
-    base.save_pretrained(tmp_path / "base", tokenizer=tiny_tokenizer())
+        base[0].model.get_input_embeddings().weight.neg_()
+    base.save_pretrained(str(tmp_path / "base"))
     assert [path.read_bytes() for path in files] == before, "the adapters are as they were"
     served = SentenceTransformer(str(tmp_path / "model"))
     vectors, question = served.encode_document(sorted(CAPTIONS)), served.encode_query("by key")
@@ -240,6 +234,6 @@ def test_the_index_beside_adapters_knows_when_their_base_has_changed(tmp_path):
     assert scores() == pytest.approx(expected, abs=1e-6) and expected != pytest.approx(first, abs=1e-3)
 
     base = embedding_model(model_config("bert", num_hidden_layers=1))
-    base.save_pretrained(tmp_path / "base", tokenizer=tiny_tokenizer())
+    base.save_pretrained(str(tmp_path / "base"))
     with pytest.raises(UsageError, match="of its adapters do not fit the base model"):
         scores()
