@@ -32,7 +32,7 @@ from hf_dist_ext.data.collator import as_list
 from hf_dist_ext.data.columns import columns_of, require_column
 from hf_dist_ext.data.encoding import refuse_other_encoding
 from hf_dist_ext.data.items import Items, choose_split
-from hf_dist_ext.data.load import loading_errors, open_splits, opened, path_of, place_of
+from hf_dist_ext.data.load import loading_errors, open_here, open_splits, opened, path_of, place_of
 from hf_dist_ext.data.row_check import first_of_node
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
@@ -204,7 +204,7 @@ def _read_mteb(path: str, split: str | None) -> tuple[dict[str, Any], dict[str, 
         qrels = next((name for name in QRELS_CONFIGS if name in names), None)
         if not {"corpus", "queries"} <= set(names) or qrels is None:
             raise UsageError(f"{path} has the configurations {', '.join(names)}. {NEEDED}")
-        loaded = {name: datasets.load_dataset(place, name) for name in ("corpus", "queries", qrels)}
+        loaded = {name: _opened(path, name) for name in ("corpus", "queries", qrels)}
     judged = loaded.pop(qrels)
     judged = judged[choose_split(judged, split, "qrels")]
     missing = {"query-id", "corpus-id", "score"} - set(judged.column_names)
@@ -216,6 +216,13 @@ def _read_mteb(path: str, split: str | None) -> tuple[dict[str, Any], dict[str, 
         names = [name for name in (split, kind) if name in splits]
         tables[kind] = splits[choose_split(splits, names[0] if names else None, kind)]
     return tables, _as_arrays({name: list(values) for name, values in columns.items()}, f"{path} ({qrels})")
+
+
+def _opened(path: str, config_name: str) -> Mapping[str, Any]:
+    folder = path_of(path)
+    if folder.is_dir():
+        return open_here(folder, streaming=False, config_name=config_name, numbers={"score"})
+    return datasets.load_dataset(place_of(path), config_name)
 
 
 # (3) ---------------------------------------------------------------------------------------------------------------

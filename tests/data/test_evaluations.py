@@ -76,6 +76,15 @@ def test_the_split_chooses_the_qrels(tmp_path):
         read(tmp_path, split="train", name="x")
 
 
+def test_a_folder_that_has_changed_is_read_again(tmp_path):
+    """datasets' cache takes folders of one name for the same, whose README.md names the same files."""
+    for place in ("one", "other"):
+        (tmp_path / place).mkdir()
+        for text in ("red", "green"):
+            folder = write_mteb(tmp_path / place / "docs", {"q": "a"}, {"1": f"{text} {place}"}, {"q": ["1"]})
+            assert read(folder).documents.take([0]) == [f"{text} {place}"]
+
+
 def test_a_corpus_may_be_pictures(tmp_path):
     features = datasets.Features({"id": datasets.Value("string"), "image": datasets.Image()})
     rows = [{"id": str(i), "image": Image.new("RGB", (4, 4), (i, 0, 0))} for i in range(3)]
