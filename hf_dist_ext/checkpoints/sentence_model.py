@@ -13,19 +13,19 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.adapters import PREFIX, WEIGHTS, adapters_of, remove_from
-from hf_dist_ext.models.backbones import without_pooler
+from hf_dist_ext.models.backbones import check_complete, pooler_left_out, without_pooler
 from hf_dist_ext.models.folders import read_json
 from hf_dist_ext.strategies.tensors import own_class, put
 
@@ -147,52 +147,70 @@ def _write(path: Path, content: Any) -> None:
 
 
 def state_dict_of(model: Any, folder: str) -> dict[str, torch.Tensor]:
-    """The weights of a folder that `save` wrote, under the model's own names. Its modules' classes read it, so code
-    that lies in the folder is not run. The base of adapters is in no checkpoint, and stays the model's."""
-    kinds = [own_class(module) for module in model.children()]
-    places = [Path(folder, module["path"]) for module in read_json(Path(folder, "modules.json"))]
-    if adapters_of(model) and len(kinds) == len(places) and any((place / WEIGHTS).is_file() for place in places):
-        modules = dict(zip(model._modules, zip(kinds, places, strict=True), strict=True))
-        with _keeps_float64(model):
-            return _with_adapters(model, folder, modules)
-    known = {f"{kind.__module__}.{kind.__name__}": kind for kind in map(own_class, model.modules())}
-    with _keeps_float64(model):
-        # A private method, which their own trainer resumes with (sentence-transformers 6.2, base/trainer.py).
-        loaded = own_class(model)._load_with_module_classes(
-            folder, known, device="cpu", trust_remote_code=model.trust_remote_code
-        )
-    own, found = model.state_dict(), loaded.state_dict()
+    """The weights of a folder that `save` wrote, under the model's own names. The classes of the model in memory read
+    it, so code that lies in the folder is not run. The base of adapters is in no checkpoint, and stays the model's."""
+    found: dict[str, torch.Tensor] = {}
+    saved, own = read_json(Path(folder, "modules.json")), list(model.named_children())
+    if len(saved) != len(own):
+        counts = f"{len(saved)} modules instead of {len(own)}"
+        raise UsageError(f"{folder} does not fit this model: {counts}. Use the options it was saved with.")
+    with _keeps_float64(model) as dtype:
+        for (name, module), one in zip(own, saved, strict=True):
+            for prefix, part, place in _parts(name, module, Path(folder, one["path"])):
+                found |= {f"{prefix}.{key}": value for key, value in _weights_of(part, place, dtype).items()}
+    return found
+
+
+def _parts(name: str, module: Any, place: Path) -> Iterator[tuple[str, Any, Path]]:
+    """A module, or those of each of its routes: (name in the model, module, where it lies)."""
+    if own_class(module).__name__ != "Router":
+        yield name, module, place
+        return
+    for route, lie in read_json(place / module.config_file_name)["structure"].items():
+        for number, (part, below) in enumerate(zip(module.sub_modules[route], lie, strict=True)):
+            yield from _parts(f"{name}.sub_modules.{route}.{number}", part, place / below)
+
+
+def _weights_of(module: Any, place: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    own = module.state_dict()
+    if not own:
+        return {}
+    if not all(key.startswith("model.") for key in own) or not isinstance(module.model, PreTrainedModel):
+        kind = own_class(module)
+        takes_folder_below = "subfolder" in inspect.signature(kind.load).parameters
+        loaded = kind.load(str(place), **({"subfolder": ""} if takes_folder_below else {}))
+        return loaded.state_dict()
+    if adapters := adapters_of(module.model):
+        return _with_adapters(own, place, next(iter(adapters)))
+    inside, has_pooler = module.model, any(key.startswith("model.pooler.") for key in own)
+    with nullcontext({}) if has_pooler else pooler_left_out(inside.config) as without:
+        options = {"dtype": dtype, "config": inside.config, "output_loading_info": True}
+        loaded, report = own_class(inside).from_pretrained(place, **options, **without)
+    check_complete(loaded, report["missing_keys"], place)
+    found = {f"model.{key}": value for key, value in loaded.state_dict().items()}
     # a model of a run file lacks a pooler that no embedding depends on (models/from_run.py)
-    return {name: value for name, value in found.items() if name in own or ".pooler." not in name}
+    return {key: value for key, value in found.items() if key in own or ".pooler." not in key}
+
+
+def _with_adapters(own: Mapping[str, torch.Tensor], place: Path, adapter: str) -> dict[str, torch.Tensor]:
+    """Adapters are read as they are, since transformers rounds them to the precision of their base."""
+    found = {key: value for key, value in own.items() if f".{adapter}." not in key}
+    for key, value in load_file(place / WEIGHTS).items():
+        layer, _, side = key.removeprefix(PREFIX).rpartition(".")
+        found[f"model.{layer}.{adapter}.{side}"] = value
+    return found
 
 
 @contextmanager
-def _keeps_float64(model: nn.Module) -> Iterator[None]:
-    """A Dense module is made in torch's default precision before it reads its file, whose float64 it would round."""
+def _keeps_float64(model: nn.Module) -> Iterator[torch.dtype]:
+    """A Dense module is made in torch's default precision before it reads its file, whose float64 it would round.
+    Gives the precision that holds all of the model's."""
     before, has_float64 = torch.get_default_dtype(), any(p.dtype == torch.float64 for p in model.parameters())
     torch.set_default_dtype(torch.float64 if has_float64 else before)
     try:
-        yield
+        yield torch.float64 if has_float64 else torch.float32
     finally:
         torch.set_default_dtype(before)
-
-
-def _with_adapters(model: Any, folder: str, modules: Mapping[str, tuple[Any, Path]]) -> dict[str, torch.Tensor]:
-    """`modules`: name -> (class, where it lies). Adapters are read as they are, since transformers rounds them to the
-    precision of their base."""
-    trained = tuple(f".{name}." for name in adapters_of(model))
-    found = {name: value for name, value in model.state_dict().items() if not any(one in name for one in trained)}
-    for name, (kind, place) in modules.items():
-        if (place / WEIGHTS).is_file():
-            for file_name, value in load_file(place / WEIGHTS).items():
-                layer, _, side = file_name.removeprefix(PREFIX).rpartition(".")
-                found[f"{name}.model.{layer}{trained[0]}{side}"] = value
-        elif next(getattr(model, name).parameters(), None) is not None:
-            takes_folder_below = "subfolder" in inspect.signature(kind.load).parameters
-            path = os.path.relpath(place, folder)
-            loaded = kind.load(folder, subfolder=path) if takes_folder_below else kind.load(str(place))
-            found |= {f"{name}.{key}": value for key, value in loaded.state_dict().items()}
-    return found
 
 
 @torch.no_grad()

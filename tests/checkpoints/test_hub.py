@@ -10,17 +10,18 @@ import huggingface_hub.constants
 import pytest
 import torch
 import transformers.utils.hub
-from hf_dist_ext.models.towers import TowerModel
 from huggingface_hub import HfApi
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Router
 from transformers import LlamaForCausalLM
 
 from hf_dist_ext.checkpoints.merge import merge
+from hf_dist_ext.data.collator import CONSTANTS
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.checkpoints import test_trainable
-from tests.tiny_models import embedding_model, model_config
+from tests.tiny_models import WORDS, embedding_model, model_config
 
 TOKEN = "hf_SECRET"
 
@@ -99,24 +100,25 @@ def first_push(server, trainer: DistTrainer, folder: Path) -> Path:
     return folder
 
 
-def embedding_model() -> SentenceTransformer:
+def projected() -> SentenceTransformer:
     return embedding_model(model_config("bert"), pooling="cls", projection_dim=6)
 
 
-def towers() -> TowerModel:
-    return TowerModel({"one": embedding_model(), "other": embedding_model()}, {"query": "one", "positive": "other"})
+def routes() -> SentenceTransformer:
+    return SentenceTransformer(modules=[Router.for_query_document([*projected()], [*projected()])], device="cpu")
 
 
 def collate(rows: list[int]) -> dict:
     draw = torch.Generator().manual_seed(sum(rows))
     ids = {name: torch.randint(1, 20, (len(rows), width), generator=draw) for name, width in WIDTHS.items()}
-    return {name: {"input_ids": value, "attention_mask": torch.ones_like(value)} for name, value in ids.items()}
+    batch = {name: {"input_ids": value, "attention_mask": torch.ones_like(value)} for name, value in ids.items()}
+    return batch | {CONSTANTS: {"query": {"task": "query"}, "positive": {"task": "document"}}}
 
 
 WIDTHS = {"query": 5, "positive": 9}
 
 
-@pytest.mark.parametrize("make", [embedding_model, towers])
+@pytest.mark.parametrize("make", [projected, routes])
 def test_a_push_in_the_middle_of_a_run_is_the_model_of_its_checkpoint(tmp_path, server, make):
     args = DistTrainingArguments(
         output_dir=str(tmp_path / "out"), per_device_train_batch_size=4, max_steps=4, save_steps=2, report_to=[],
@@ -124,13 +126,11 @@ def test_a_push_in_the_middle_of_a_run_is_the_model_of_its_checkpoint(tmp_path, 
     )  # fmt: skip
     model = make()
     trainer = DistTrainer(model, args, loss=InfoNCELoss(), train_dataset=list(range(32)), data_collator=collate)
-    pushed = type(model).from_pretrained(first_push(server, trainer, tmp_path / "hub"))
-    saved = type(model).from_pretrained(tmp_path / "out" / "checkpoint-2")
-    for name, features in collate([1, 2]).items():
-        column = {"column": name} if make is towers else {}
-        embeddings = pushed(**features, **column).embeddings
-        assert torch.equal(embeddings, saved(**features, **column).embeddings)
-        assert not torch.equal(embeddings, model.eval()(**features, **column).embeddings), "training went on"
+    pushed = SentenceTransformer(str(first_push(server, trainer, tmp_path / "hub")), device="cpu")
+    saved = SentenceTransformer(str(tmp_path / "out" / "checkpoint-2"), device="cpu")
+    for column in ("query", "document"):
+        vectors, of_saved, of_end = (one.encode(WORDS, task=column) for one in (pushed, saved, model))
+        assert (vectors == of_saved).all() and (vectors != of_end).any(), "training went on"
 
 
 def test_a_push_of_what_was_trained_is_merged_as_its_checkpoint_is(tmp_path, server):

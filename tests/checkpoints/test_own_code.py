@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 import transformers.dynamic_module_utils
-from hf_dist_ext.models.towers import TowerModel
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Router
 
+from hf_dist_ext.data.collator import CONSTANTS
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.tiny_models import OWN_CODE, embedding_model, loaded, model_config
+from tests.tiny_models import OWN_CODE, embedding_model, loaded, model_config, tiny_tokenizer
 
 
 @pytest.fixture
@@ -28,12 +29,14 @@ def folder(tmp_path, monkeypatch) -> Path:
     torch.manual_seed(0)
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
     transformers.AutoModel.from_config(config, trust_remote_code=True).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
 def test_code_that_is_not_run_is_named(tmp_path, caplog):
     """transformers knows the model's type too, and takes its own class without a word."""
-    embedding_model(model_config("bert")).backbone.save_pretrained(tmp_path)
+    embedding_model(model_config("bert"))[0].model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
     loaded(tmp_path)
     assert not caplog.messages
     config = json.loads((tmp_path / "config.json").read_text())
@@ -44,19 +47,20 @@ def test_code_that_is_not_run_is_named(tmp_path, caplog):
     assert "code of its own, and transformers' bert is used" in said and "trust_remote_code=true" in said
 
 
-def embedding_model(folder: Path) -> SentenceTransformer:
+def own_model(folder: Path) -> SentenceTransformer:
     return loaded(folder, trust_remote_code=True, projection_dim=8)
 
 
-def towers(folder: Path) -> TowerModel:
-    both = {"text": embedding_model(folder), "code": embedding_model(folder)}
-    return TowerModel(both, {"query": "text", "positive": "code"})
+def routes(folder: Path) -> SentenceTransformer:
+    query, document = own_model(folder), own_model(folder)
+    return SentenceTransformer(modules=[Router.for_query_document([*query], [*document])], trust_remote_code=True)
 
 
 def collate(rows: list[int]) -> dict:
     draw = torch.Generator().manual_seed(sum(rows))
     ids = {name: torch.randint(1, 40, (len(rows), width), generator=draw) for name, width in COLUMNS.items()}
-    return {name: {"input_ids": value, "attention_mask": torch.ones_like(value)} for name, value in ids.items()}
+    batch = {name: {"input_ids": value, "attention_mask": torch.ones_like(value)} for name, value in ids.items()}
+    return batch | {CONSTANTS: {"query": {"task": "query"}, "positive": {"task": "document"}}}
 
 
 COLUMNS = {"query": 5, "positive": 9}
@@ -74,7 +78,7 @@ def weights(model) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("make", [embedding_model, towers])
+@pytest.mark.parametrize("make", [own_model, routes])
 def test_a_resumed_run_is_the_whole_one(tmp_path, folder, make):
     whole = trainer(make(folder), tmp_path / "out")
     before = weights(whole.model).clone()
@@ -93,7 +97,7 @@ def test_a_resumed_run_is_the_whole_one(tmp_path, folder, make):
 
 def test_a_resumed_run_of_two_processes_is_the_whole_one(tmp_path, folder):
     def train(say, resume: bool | str) -> str:
-        run = trainer(embedding_model(folder), tmp_path / "out")
+        run = trainer(own_model(folder), tmp_path / "out")
         run.train(resume_from_checkpoint=resume)
         return json.dumps(weights(run.model).tolist())
 
@@ -105,7 +109,7 @@ def test_a_resumed_run_of_two_processes_is_the_whole_one(tmp_path, folder):
 def test_a_checkpoint_that_lacks_weights_of_its_own_code_is_refused(tmp_path, folder):
     from safetensors.torch import load_file, save_file
 
-    whole = trainer(embedding_model(folder), tmp_path / "out")
+    whole = trainer(own_model(folder), tmp_path / "out")
     whole.save_model()
     path = tmp_path / "out" / "model.safetensors"
     save_file({name: value for name, value in load_file(path).items() if name != "scale"}, path, {"format": "pt"})

@@ -11,7 +11,6 @@ import huggingface_hub.constants
 import pytest
 import torch
 import transformers.utils.hub
-from hf_dist_ext.models.towers import TowerModel
 from huggingface_hub import HfApi, ModelCard, snapshot_download
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
@@ -19,13 +18,15 @@ from transformers import AutoModel
 from hf_dist_ext import cli
 from hf_dist_ext.checkpoints.hub import files_of_model
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.from_run import describe
 from hf_dist_ext.training import model_card
 from hf_dist_ext.training.trainer import DistTrainer
 from tests import hub_server
 from tests.checkpoints import test_trainable
 from tests.launching import ROOT, environment
+from tests.sentence_models import routed_model
 from tests.test_train_script import TEXTS, main, run_file  # noqa: F401, fixtures
-from tests.tiny_models import embedding_model, model_config, tiny_tokenizer, tiny_towers
+from tests.tiny_models import embedding_model, model_config
 
 TOKEN, REPO = "hf_SECRET", "someone/model"
 LEFT_OUT = [
@@ -60,8 +61,9 @@ def folder(tmp_path) -> Path:
     """A model's folder as a run leaves it, with what goes on with the run."""
     torch.manual_seed(0)
     path = tmp_path / "out"
-    model = embedding_model(model_config("bert"), projection_dim=16, prompts={"query": "search : "})
-    model.save_pretrained(path, tokenizer=tiny_tokenizer())
+    model = embedding_model(model_config("bert"), projection_dim=16)
+    describe(model, prompts={"query": "search : "})
+    model.save_pretrained(str(path))
     (path / "README.md").write_text(f'---\nlicense: mit\n---\n{model_card.MARK}\nSentenceTransformer("{path}")\n')
     for name in LEFT_OUT:
         (path / name).parent.mkdir(exist_ok=True)
@@ -201,14 +203,14 @@ def test_the_command_finds_the_hub_by_its_environment(folder, tmp_path):
     assert sorted(pushed) == files_of_model(folder) and json.loads(pushed["config.json"])["model_type"] == "bert"
 
 
-def test_the_weights_that_an_index_names_are_pushed(tmp_path):
-    """Those between the towers of CLIP have a name of their own, and the hub's CLIPModel asks for them."""
-    model = TowerModel(tiny_towers(), {"query": "text", "positive": "image"})
-    model.save_pretrained(tmp_path / "out")
+def test_the_modules_of_every_route_are_pushed(tmp_path):
+    model = routed_model(tmp_path / "parts")
+    model.save_pretrained(str(tmp_path / "out"))
     (tmp_path / "out" / "features.safetensors").write_text("a cache")
     names = files_of_model(tmp_path / "out")
     for name in names:
         (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(tmp_path / "out" / name, tmp_path / "hub" / name)
-    there = AutoModel.from_pretrained(tmp_path / "hub")
-    assert type(there).__name__ == "CLIPModel" and "features.safetensors" not in names
+    again = SentenceTransformer(str(tmp_path / "hub"), device="cpu")
+    assert (again.encode_document(TEXTS) == model.encode_document(TEXTS)).all()
+    assert (again.encode_query(TEXTS) == model.encode_query(TEXTS)).all() and "features.safetensors" not in names
