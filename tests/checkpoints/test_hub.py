@@ -45,7 +45,7 @@ class Hub(BaseHTTPRequestHandler):
                 if line["key"] == "file":
                     found[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             self.server.pushes.append(found)
-            answer = {"commitUrl": f"{self.server.url}/commit", "commitOid": "a" * 40}
+            answer = {"commitUrl": f"{self.server.url}/someone/model/commit/{'a' * 40}", "commitOid": "a" * 40}
         self.answer(answer)
 
     def do_GET(self):
