@@ -28,7 +28,6 @@ from hf_dist_ext.data.sentence_collator import SentenceCollator
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import from_run
-from hf_dist_ext.models.backbones import parse_config
 from hf_dist_ext.models.embedder import set_is_causal
 from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.run.config import Run, RunConfig
@@ -42,7 +41,7 @@ from hf_dist_ext.tasks.adapters import adapt, quantization_of
 from hf_dist_ext.tasks.lengths import lengths_of, refuse_nothing_left
 from hf_dist_ext.tasks.losses import build_loss
 from hf_dist_ext.tasks.parts import Parts
-from hf_dist_ext.tasks.readers import config_for, reader_of
+from hf_dist_ext.tasks.readers import config_for, embeds_pictures, reader_of
 from hf_dist_ext.tasks.sources import LoadedSources
 from hf_dist_ext.tasks.unknown_tokens import refuse_unknown_ids, warn_of_unknown
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -54,7 +53,6 @@ EMBEDS_TEXT_ONLY = (
     'column "{column}" holds pictures, but the model embeds text only. Use a dual encoder (such as CLIP) or a '
     "vision-language model whose processor has a chat template."
 )
-VISION = "vision_config"
 QUERY, DOCUMENT = "query", "document"  # the tasks of sentence-transformers
 DOCUMENT_NAMES = ("document", "passage", "corpus")  # by which its evaluators look for the prompt of documents
 
@@ -170,7 +168,7 @@ def _model(run: Run, args: DistTrainingArguments, rows: Any, columns: list[str],
     given = {name: getattr(config, name) for name in ("projection_dim", "normalize") if name in run.given}
     pooling = TOKENS if _is_late(config) else config.pooling if "pooling" in run.given else None
     texts = (text for name in columns if name not in pictures for text in rows[name])
-    if pictures and config.model_config is not None and not hasattr(parse_config(config.model_config), VISION):
+    if pictures and config.model_config is not None and not embeds_pictures(config):
         raise UsageError(EMBEDS_TEXT_ONLY.format(column=min(pictures)))
     reader = reader_of(config, bool(pictures), texts)
     model = from_run.build(

@@ -17,7 +17,7 @@ from hf_dist_ext.data import glyphs
 from hf_dist_ext.data.code_search import train_tokenizer
 from hf_dist_ext.data.image_files import require_pillow
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.backbones import one_line
+from hf_dist_ext.models.backbones import one_line, parse_config
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.run.sources import CODE_SEARCH
 from hf_dist_ext.tasks.image_text import load_processor, with_vocabulary
@@ -27,10 +27,16 @@ def reader_of(config: RunConfig, has_pictures: bool, texts: Iterable[str]) -> An
     """None: the model's own. `texts`: of the data, for a tokenizer that is trained on them."""
     if config.model_config is None and config.tokenizer_name is None:  # (1)
         return None
-    sees = has_pictures or "vision_config" in (config.model_config or {})
+    sees = has_pictures or embeds_pictures(config)
     if config.tokenizer_name is not None:
         if sees:
-            return load_processor(config)
+            processor = load_processor(config)
+            if not hasattr(processor, "image_processor"):
+                raise UsageError(
+                    f"the model embeds pictures, and tokenizer_name={config.tokenizer_name!r} holds a tokenizer "
+                    "without an image processor. Name a processor with both, or choose a model of text alone."
+                )
+            return processor
         try:
             return AutoTokenizer.from_pretrained(config.tokenizer_name, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError, ImportError) as error:
@@ -43,6 +49,11 @@ def reader_of(config: RunConfig, has_pictures: bool, texts: Iterable[str]) -> An
         return train_tokenizer(texts)
     kind = "processor with tokenizer and image processor" if sees else "tokenizer"
     raise UsageError(f"a model built from model_config needs a {kind}: set tokenizer_name to a folder or hub id.")
+
+
+def embeds_pictures(config: RunConfig) -> bool:
+    """Whether the model of a model_config does, as a dual encoder or a vision-language model."""
+    return config.model_config is not None and hasattr(parse_config(config.model_config), "vision_config")
 
 
 def stand_in(model_config: dict[str, Any]) -> Any:
@@ -59,15 +70,16 @@ def stand_in(model_config: dict[str, Any]) -> Any:
 
 
 def _of_glyphs(model_config: dict[str, Any], texts: Iterable[str]) -> Any:
-    vision, kind = model_config["vision_config"], model_config["model_type"]
+    vision, kind = parse_config(model_config).vision_config, model_config["model_type"]
+    size = getattr(vision, "image_size", None)
     if kind not in VISION_LANGUAGE:
-        return glyphs.build_processor(texts, vision.get("image_size"))
+        return glyphs.build_processor(texts, size)
     if kind != "llava":
         raise UsageError(
             f'model_config has model_type "{kind}", and "{glyphs.NAME}" brings a processor for "llava" alone. Use '
             "that, or name a folder with a processor as tokenizer_name."
         )
-    return glyphs.build_chat_processor(texts, vision["patch_size"], vision.get("image_size"))
+    return glyphs.build_chat_processor(texts, vision.patch_size, size)
 
 
 def config_for(config: RunConfig, reader: Any) -> dict[str, Any] | None:  # (3)

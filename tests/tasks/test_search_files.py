@@ -69,7 +69,8 @@ def test_words_and_pictures_find_pictures(pairs, pictures):
     files = [pictures / name for name in ("a.png", "b.jpg", "more/c.PNG")]
     words = "read a date into list of lines by key"
     for question, asked in ((words, None), ("", files[1])):
-        expected = sorted(zip(naive(pairs, f"search : {words}", files, asked), map(str, files), strict=True), reverse=True)
+        scores = naive(pairs, f"search : {words}", files, asked)
+        expected = sorted(zip(scores, map(str, files), strict=True), reverse=True)
         found = search_files.find(str(pairs), question, asked and str(asked), str(pictures))
         assert [path for _, path in found] == [path for _, path in expected]
         assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], abs=1e-5)
