@@ -8,12 +8,19 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
+    AutoModel,
+    CLIPConfig,
+    CLIPImageProcessorPil,
+    CLIPProcessor,
     CLIPTextConfig,
     CLIPTextModelWithProjection,
     CLIPVisionConfig,
     CLIPVisionModelWithProjection,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    SiglipConfig,
+    SiglipImageProcessorPil,
+    SiglipProcessor,
     SiglipTextConfig,
     SiglipTextModel,
     SiglipVisionConfig,
@@ -99,6 +106,36 @@ def tiny_tokenizer(padding_side: str = "right", max_length: int = 24) -> PreTrai
         padding_side=padding_side,
         model_max_length=max_length,
     )
+
+
+def of_dual_encoder(family: str, width: int = 16) -> tuple[Any, Any]:
+    """Configuration and processor of "clip" or "siglip", whose texts have `width` tokens at most."""
+    layers = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**layers, "vocab_size": 32, "max_position_embeddings": width, "projection_size": 32, **SPECIAL_IDS}
+    image = {**layers, "image_size": 16, "patch_size": 8}
+    size, tokenizer = {"height": 16, "width": 16}, tiny_tokenizer(max_length=width)
+    if family == "clip":
+        config = CLIPConfig(text_config=text, vision_config=image, projection_dim=16)
+        return config, CLIPProcessor(CLIPImageProcessorPil(size=size, crop_size=size), tokenizer)
+    config = SiglipConfig(text_config=text, vision_config=image)
+    return config, SiglipProcessor(SiglipImageProcessorPil(size=size), tokenizer)
+
+
+def save_dual_encoder(family: str, folder: Path) -> None:
+    """A folder as the hub has them."""
+    torch.manual_seed(0)
+    config, processor = of_dual_encoder(family)
+    AutoModel.from_config(config).save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+OF_DUAL = {"query": {"modality": "text"}, "positive": {"modality": "image"}}  # constants of its columns
+
+
+def dual_encoder(family: str = "clip") -> Any:
+    """The model that a run file makes of such a configuration."""
+    config, processor = of_dual_encoder(family)
+    return embedding_model(config, tokenizer=processor, normalize=False)
 
 
 def tiny_towers(family: str = "clip") -> dict[str, PreTrainedModel]:

@@ -39,7 +39,11 @@ from hf_dist_ext.errors import UsageError
 
 SHARD_BYTES = 64 * 2**20
 NEW_ROWS = 1 << 16  # that wait at least until they are sorted in
-NO_SETTINGS = {*vars(nn.Module()), "gradient_checkpointing"}
+# attributes that change no feature; the last three sentence-transformers fills while it runs
+NO_SETTINGS = {
+    *vars(nn.Module()), "gradient_checkpointing",
+    "_prompt_length_mapping", "_method_signature_cache", "_chat_template_suffix_cache",
+}  # fmt: skip
 Key = tuple[int, int]
 
 

@@ -68,7 +68,7 @@ def module_groups(model: nn.Module) -> dict[str, Group]:
                 if found := [one for one in rest if own_class(one).__name__ == kind]:
                     parts[name] = found
         groups = {name: Group(name, tuple(names[id(one)] for one in modules)) for name, modules in parts.items()}
-        if set(TOWERS.values()) <= groups.keys():
+        if groups.keys() == {*TOWERS.values()}:  # a dual encoder, whose projections are of its parts
             return groups
     elif _has_backbone(inner):
         for name in ("backbone", "pooling", "projection"):

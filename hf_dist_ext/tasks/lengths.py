@@ -74,7 +74,7 @@ def _has_fixed_width(first: Transformer) -> bool:
 
 
 def positions_of(backbone: nn.Module) -> int | None:
-    """Tokens that the backbone's table of learned positions has rows for, of a dual encoder that of its texts. None:
+    """Tokens that the backbone's table of learned positions has rows for; of a dual encoder that of its texts. None:
     it has no such table (rotary)."""
     part, tables = getattr(dual_encoder_of(backbone), "text_model", None), (*TABLES, OF_DUAL)
     if part is None:

@@ -157,6 +157,14 @@ def take_given(optimizer: Any, schedule: Any, before: tuple[list[float], list[di
         _say(f"the checkpoint was trained with other numbers, from here those given hold: {words}.")
 
 
+def take_last(optimizer: Any, schedule: Any) -> None:
+    """The rates where a loaded schedule stands: the optimizer's state has them too, but an empty one is not loaded."""
+    for group, rate in zip(
+        bare_optimizer(optimizer).param_groups, getattr(_bare(schedule), "_last_lr", ()), strict=False
+    ):
+        group["lr"] = rate
+
+
 def _bare(schedule: Any) -> Any:
     """The schedule inside accelerate's wrapper."""
     return getattr(schedule, "scheduler", schedule)

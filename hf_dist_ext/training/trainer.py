@@ -591,6 +591,7 @@ class DistTrainer(Trainer):
             if self.files.load_optimizer(Path(checkpoint), self.optimizer):
                 schedule = torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True)
                 self.lr_scheduler.load_state_dict(schedule)
+                learning_rate.take_last(self.optimizer, self.lr_scheduler)
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
         if given is not None:

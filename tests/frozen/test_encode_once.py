@@ -15,8 +15,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.sentence_models import OF_DUAL, dual_encoder
-from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
+from tests.tiny_models import OF_DUAL, WORDS, dual_encoder, embedding_model, model_config, tiny_tokenizer
 
 ROWS = 12
 
@@ -48,31 +47,35 @@ def trained(folder, model, steps: int = 2, **options) -> DistTrainer:
     return trainer
 
 
+def encoded_rows(model: SentenceTransformer) -> list[int]:
+    """To which every forward of the backbone adds its rows."""
+    rows: list[int] = []
+
+    def count(module: nn.Module, arguments: tuple) -> None:
+        ends = arguments[0].get("cu_seq_lens_q")  # of rows end to end
+        rows.append(len(arguments[0]["input_ids"]) if ends is None else len(ends) - 1)
+
+    model.backbone.register_forward_pre_hook(count)
+    return rows
+
+
 @pytest.mark.parametrize("cut", [{"gradient_cache_chunk_size": 5}, {"gradient_cache_chunk_size": "auto"}])
 def test_a_frozen_backbone_is_encoded_once_and_the_projection_learns_as_without_a_cache(tmp_path, cut):
     plain = trained(tmp_path / "plain", frozen_model(), trainable_modules=["projection"])
     model = frozen_model()
     before = model.projection.linear.weight.clone()
-    seen = {"rows": 0, "layers": 0}
-
-    def count(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        seen["rows"] += len(kwargs.get("packed_rows") or kwargs["input_ids"])
-
-    model.backbone.model.register_forward_pre_hook(count, with_kwargs=True)
+    rows = encoded_rows(model)
     cached = trained(tmp_path / "cached", model, trainable_modules=["projection"], **cut)
     assert (model.projection.linear.weight - before).abs().max() > 1e-3
     assert torch.allclose(model.projection.linear.weight, plain.model.projection.linear.weight, rtol=0, atol=1e-12)
-    assert seen["rows"] == 2 * 2 * ROWS  # steps x columns x rows: no row twice
+    assert sum(rows) == 2 * 2 * ROWS  # steps x columns x rows: no row twice
     losses = [[line["loss"] for line in t.state.log_history if "loss" in line] for t in (plain, cached)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
 def test_the_backbone_is_encoded_twice_again_when_it_trains(tmp_path):
-    model, rows = frozen_model(), []
-    model.backbone.model.register_forward_pre_hook(
-        lambda module, args, kwargs: rows.append(len(kwargs.get("packed_rows") or kwargs["input_ids"])),
-        with_kwargs=True,
-    )
+    model = frozen_model()
+    rows = encoded_rows(model)
     trained(tmp_path, model, steps=1, gradient_cache_chunk_size=5)
     assert sum(rows) == 2 * 2 * ROWS
 

@@ -9,8 +9,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from hf_dist_ext.models.towers import TowerModel
 from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
 
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
@@ -20,7 +20,16 @@ from hf_dist_ext.frozen.feature_store import FeatureStore, part_digest, row_keys
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.tiny_models import CHECKPOINTING, WORDS, embedding_model, model_config, tiny_tokenizer, tiny_towers
+from tests.tiny_models import (
+    CHECKPOINTING,
+    OF_DUAL,
+    WORDS,
+    dual_encoder,
+    embed,
+    embedding_model,
+    model_config,
+    tiny_tokenizer,
+)
 from tests.tiny_vision_language import BlankPictures, Calls, collate, row, tiny_llava
 
 
@@ -94,42 +103,42 @@ class Scaled(torch.nn.Module):
         self._scale, self.linear = scale, torch.nn.Linear(3, 3)
 
 
-def small(change) -> TowerModel:
+def small(change) -> SentenceTransformer:
     torch.manual_seed(0)
-    towers = {
-        "text": embedding_model(model_config("bert"), projection_dim=8),
-        "other": embedding_model(model_config("bert"), dense=DENSE),
-        "own": Scaled(1.0),
-    }
-    model = TowerModel(towers, {"query": "text", "positive": "other"})
+    model = embedding_model(model_config("bert"), projection_dim=8)
+    model.add_module("own", Scaled(1.0))
     change(model)
     return model
 
 
-def layer_of(model: TowerModel) -> torch.nn.Module:
-    return model.towers["other"].backbone.encoder.layer[1]
-
-
-DENSE = [{"in_features": 32, "out_features": 8, "activation": "torch.nn.modules.activation.Tanh"}]
+def layer_of(model: SentenceTransformer) -> torch.nn.Module:
+    return model.transformers_model.encoder.layer[1]
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda model: setattr(model.towers["other"], "pooling", "cls"),
-        lambda model: setattr(model.towers["other"], "normalize", False),
-        lambda model: setattr(model.towers["other"].projection, "activation_function", torch.nn.ReLU()),
+        lambda model: setattr(model.pooling, "pooling_mode", ("cls",)),
+        lambda model: model._modules.pop("normalize"),
+        lambda model: setattr(model.projection, "activation_function", torch.nn.ReLU()),
         lambda model: setattr(layer_of(model).intermediate, "intermediate_act_fn", torch.nn.ReLU()),
-        lambda model: setattr(model.towers["other"].backbone.config, "layer_norm_eps", 1e-3),
+        lambda model: setattr(model.transformers_model.config, "layer_norm_eps", 1e-3),
         lambda model: setattr(layer_of(model).output.LayerNorm, "eps", 1e-3),
-        lambda model: setattr(model.towers["own"], "_scale", 2.0),
-        lambda model: setattr(model.towers["own"], "__class__", type("Scaled", (Scaled,), {})),
+        lambda model: setattr(model.own, "_scale", 2.0),
+        lambda model: setattr(model.own, "__class__", type("Scaled", (Scaled,), {})),
     ],
 )  # fmt: skip
 def test_another_setting_of_a_frozen_part_has_features_of_its_own(change):
     """The weights are the same."""
-    one, again, other = (part_digest(small(how).towers.values(), small(how)) for how in (bool, bool, change))
+    one, again, other = (part_digest(small(how).children(), small(how)) for how in (bool, bool, change))
     assert one == again != other
+
+
+def test_what_a_module_remembers_of_earlier_texts_is_no_setting():
+    model = embedding_model(model_config("bert"))
+    before = part_digest(model.children(), model)
+    embed(model, **model.preprocess(["sort"], prompt="search : "))
+    assert model[0]._prompt_length_mapping and part_digest(model.children(), model) == before
 
 
 def wait_for(path: Path) -> None:
@@ -253,17 +262,17 @@ def text_run(folder, cache: bool, **options) -> DistTrainer:
 
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_pooled_vectors_of_texts_train_the_projection_alike(tmp_path, chunk):
-    plain = text_run(tmp_path, False, gradient_cache_chunk_size=chunk).model.projection.weight
+    plain = text_run(tmp_path, False, gradient_cache_chunk_size=chunk).model.projection.linear.weight
     calls = []
     cached = text_run(tmp_path, True, gradient_cache_chunk_size=chunk)
-    assert torch.allclose(cached.model.projection.weight, plain, atol=1e-10)
+    assert torch.allclose(cached.model.projection.linear.weight, plain, atol=1e-10)
     cached.model.backbone.register_forward_pre_hook(lambda *_: calls.append(1))
     cached.train()
     assert not calls  # everything came from the folder
 
 
 def test_vectors_of_a_locked_tower_train_the_other_alike(tmp_path):
-    size = tiny_towers()["image"].config.image_size
+    size = dual_encoder().transformers_model.config.vision_config.image_size
     rows = [{"ids": torch.randint(4, 20, (6,)), "pixels": torch.randn(3, size, size).double()} for _ in range(8)]
 
     def collate_pairs(batch):
@@ -272,19 +281,21 @@ def test_vectors_of_a_locked_tower_train_the_other_alike(tmp_path):
         return {
             "query": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
             "positive": {"pixel_values": pixels},
+            "constants": OF_DUAL,
         }
 
     weights = {}
     for cache in (False, True):
         torch.manual_seed(0)
-        model = TowerModel(tiny_towers(), {"query": "text", "positive": "image"}).double()
+        model = dual_encoder().double()
         more = {"frozen_feature_cache": str(tmp_path / "features")} if cache else {}
         args = arguments(tmp_path, frozen_modules=["image"], gradient_cache_chunk_size=3, **more)
         calls = []
-        model.towers["image"].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        vision, text = (getattr(model.transformers_model, f"{name}_model") for name in ("vision", "text"))
+        vision.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         trainer = DistTrainer(model, args, train_dataset=rows, data_collator=collate_pairs, loss=InfoNCELoss(0.1))
         trainer.train()
-        weights[cache] = torch.cat([p.detach().flatten() for p in model.towers["text"].parameters()])
+        weights[cache] = torch.cat([p.detach().flatten() for p in text.parameters()])
         assert len(calls) == (4 if cache else 12)  # three batches and one again; or two chunks in each of six steps
     assert torch.allclose(weights[True], weights[False], atol=1e-5)
 

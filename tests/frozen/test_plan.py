@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from hf_dist_ext.models.towers import TowerModel
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -16,7 +15,7 @@ from transformers import (
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.groups import module_groups
 from hf_dist_ext.frozen.plan import format_report, plan_freezing, report
-from tests.tiny_models import embedding_model, model_config, tiny_towers
+from tests.tiny_models import dual_encoder, embedding_model, model_config
 from tests.tiny_vision_language import tiny_llava
 
 # (vision, projector, language) of every family the guides name: a parameter that must be in the group
@@ -49,15 +48,19 @@ def test_every_parameter_of_a_vision_language_model_is_in_exactly_one_group(fami
     assert all(inside[name] == ["language"] for name in head)
 
 
-def test_groups_of_embedding_and_tower_models_are_their_parts():
+def test_groups_of_embedding_models_and_dual_encoders_are_their_parts():
     model = embedding_model(model_config("bert"), projection_dim=8)
     plan = plan_freezing(model, trainable_modules=["projection"])
-    assert plan.trainable == {"projection.weight"}
+    assert plan.trainable == {"projection.linear.weight"}
     frozen = plan_freezing(model, frozen_modules=["backbone"])
     assert frozen.trainable == plan.trainable
-    towers = TowerModel(tiny_towers(), {"query": "text", "positive": "image"})
-    locked = plan_freezing(towers, frozen_modules=["image"])
-    assert locked.trainable and all(name.startswith("towers.text.") for name in locked.trainable)
+    dual = dual_encoder()
+    assert list(module_groups(dual)) == ["text", "image"]
+    for image, text in (("image", "text"), ("vision", "language")):  # as in vision-language models
+        locked = plan_freezing(dual, trainable_modules=[text])
+        assert {name.split(".")[2] for name in locked.trainable} == {"text_model", "text_projection"}
+        freed = plan_freezing(dual, trainable_modules=[image]).trainable
+        assert {name.split(".")[2] for name in freed} == {"vision_model", "visual_projection"}
 
 
 def test_a_model_without_parts_has_no_groups_but_names_work():
