@@ -375,9 +375,8 @@ for name, backbone, side, pooling, more in (
     ("finetune_decoder_embedding", "qwen3", "left", "last", ["--matryoshka_dims", "32", "16"]),
 ):
     config = model_config(backbone, max_position_embeddings=512)
-    embedding_model(config, pooling=pooling).save_pretrained(
-        f"{folder}/{backbone}", tokenizer=tiny_tokenizer(side, max_length=512)
-    )
+    model = embedding_model(config, pooling=pooling, tokenizer=tiny_tokenizer(side, max_length=512))
+    model.save_pretrained(f"{folder}/{backbone}", create_model_card=False)
     main([
         "--config", f"configs/{name}.json", "--output_dir", f"{folder}/{name}",
         "--dataset_name", f"{folder}/rows.jsonl", "--model_name_or_path", f"{folder}/{backbone}",

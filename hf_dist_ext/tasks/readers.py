@@ -61,7 +61,7 @@ def stand_in(model_config: dict[str, Any]) -> Any:
 
     It makes none of what the model itself needs, such as the tokens of a picture, and so serves every family.
     """
-    if "vision_config" not in model_config:
+    if not hasattr(parse_config(model_config), "vision_config"):
         return None
     require_pillow()
     if model_config["model_type"] in VISION_LANGUAGE:
