@@ -34,6 +34,7 @@ from hf_dist_ext.data.collator import (
     is_empty,
 )
 from hf_dist_ext.data.collator import labels_of as labels_of_run
+from hf_dist_ext.data.columns import PARTS
 from hf_dist_ext.data.mixture import SOURCE, one_source
 from hf_dist_ext.data.tokens import (
     KEPT,
@@ -173,7 +174,10 @@ class SentenceCollator:
             columns = [name for name in rows[0] if name not in (label, SOURCE)]
         if reserved := [name for name in columns if name in RESERVED]:
             raise UsageError(f'The rows have a column "{reserved[0]}", a name that batches need. Rename that column.')
-        found = [_flattened(place, [row.get(name) for row in rows]) for place, name in enumerate(columns)]
+        given = {name: [row.get(name) for row in rows] for name in columns}
+        if self.is_of_run:
+            given = {name: [_present(value) for value in of_rows] for name, of_rows in given.items()}
+        found = [_flattened(place, of_rows, self.is_of_run) for place, of_rows in enumerate(given.values())]
         values, of_row = zip(*found, strict=True)
         ids = {name: content_ids(of_column) for name, of_column in zip(columns, values, strict=True)}
         draws = _keys_of_rows(ids, columns) if self.draws_prompts else None
@@ -201,6 +205,8 @@ class SentenceCollator:
                 raise UsageError(f'The rows have no column "{name}", only {", ".join(lacking)}. Check columns.')
             if is_pair and any(isinstance(value, str) and is_empty(value) for value in values):
                 raise UsageError(f'Column "{name}" holds an empty text: every row needs a {name}. Remove the row.')
+            if is_pair and any(isinstance(value, Mapping) and is_empty(value) for value in values):
+                raise UsageError(f'Column "{name}" holds a row without text and image. Remove the row.')
             if not is_pair and self.same_number_of_negatives:
                 check_same_number(name, [sum(not is_empty(one) for one in as_list(value)) for value in values])
             for value in values:
@@ -403,9 +409,23 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, str | int | float | None) or (isinstance(value, torch.Tensor) and not value.dim())
 
 
-def _flattened(place: int, of_rows: list) -> tuple[list, list[int]]:
+def _present(value: Any) -> Any:
+    """What a row of text and picture has of the two: sentence-transformers refuses a part that is none."""
+    if isinstance(value, list | tuple):
+        return [_present(one) for one in value]
+    if not isinstance(value, Mapping) or not value.keys() <= {*PARTS}:
+        return value
+    parts = {kind: one for kind, one in value.items() if not is_empty(one)}
+    return next(iter(parts.values())) if len(parts) == 1 else parts
+
+
+def _flattened(place: int, of_rows: list, is_of_run: bool) -> tuple[list, list[int]]:
     """(R,) values of a column, and the row of each."""
-    if place < NUM_PAIR_COLUMNS or not any(map(_is_several, of_rows)):
+    if is_of_run and place >= NUM_PAIR_COLUMNS:
+        are_several = any(value is None or isinstance(value, list) or is_empty(value) for value in of_rows)
+    else:
+        are_several = place >= NUM_PAIR_COLUMNS and any(map(_is_several, of_rows))
+    if not are_several:
         return of_rows, list(range(len(of_rows)))
     pairs = [(one, row) for row, value in enumerate(of_rows) for one in as_list(value) if not is_empty(one)]
     return [one for one, _ in pairs], [row for _, row in pairs]

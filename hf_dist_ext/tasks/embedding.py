@@ -53,6 +53,7 @@ EMBEDS_TEXT_ONLY = (
     'column "{column}" holds pictures, but the model embeds text only. Use a dual encoder (such as CLIP) or a '
     "vision-language model whose processor has a chat template."
 )
+OF_PROCESSOR, OF_OTHER_ROWS = ("text", "image", "common", "chat_template"), ("audio", "video")
 QUERY, DOCUMENT = "query", "document"  # the tasks of sentence-transformers
 DOCUMENT_NAMES = ("document", "passage", "corpus")  # by which its evaluators look for the prompt of documents
 
@@ -208,6 +209,11 @@ def _check_reads(config: RunConfig, model: Any, pictures: set[str], is_cut: bool
             "processing_kwargs are options of a vision-language model's processor, and this model embeds text only. "
             "Remove processing_kwargs."
         )
+    for name in config.processing_kwargs:
+        if name in OF_OTHER_ROWS:
+            raise UsageError(f'processing_kwargs has "{name}", and rows hold texts and pictures alone. Remove it.')
+        if name not in OF_PROCESSOR:
+            raise UsageError(f'processing_kwargs has no "{name}". It takes {", ".join(OF_PROCESSOR)}.')
     model[0].processing_kwargs = {**(model[0].processing_kwargs or {}), **config.processing_kwargs}
 
 

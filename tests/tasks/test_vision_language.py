@@ -5,21 +5,25 @@ import json
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from hf_dist_ext.tasks.vision_language import messages_of
 from safetensors.torch import load_file
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base.modules import transformer
-from transformers import AutoProcessor
+from transformers import AutoConfig, AutoModel, AutoProcessor
 
+from hf_dist_ext.checkpoints.sentence_model import write
+from hf_dist_ext.data.collator import CONSTANTS
 from hf_dist_ext.data.load import load_datasets
-from hf_dist_ext.data.vision_language_collator import VisionLanguageCollator
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedder import embedder_of
+from hf_dist_ext.models.from_run import describe
 from hf_dist_ext.run.config import RunConfig
+from hf_dist_ext.tasks.embedding import _collator as collator_of
 from hf_dist_ext.tasks.encode import Encode
 from hf_dist_ext.tasks.encode import main as encode
 from hf_dist_ext.tasks.search_files import find
@@ -35,8 +39,7 @@ def folder_of(family: str, path: Path) -> None:
     """A model folder as the hub has them."""
     processor, config = tiny_vision_language(family)
     torch.manual_seed(0)
-    model = embedding_model(config)
-    model.backbone.save_pretrained(path)
+    AutoModel.from_config(AutoConfig.for_model(**config)).save_pretrained(path)
     processor.save_pretrained(path)
 
 
@@ -86,16 +89,13 @@ VALUES = [
 
 
 def assert_same_elsewhere(folder: Path, values: list = VALUES) -> None:
-    """sentence-transformers answers as our model does, with the prompts of the folder and without."""
+    """sentence-transformers answers as the model that was trained does, with the prompts of the folder."""
     ours, theirs = loaded(folder), SentenceTransformer(str(folder), device="cpu")
-    assert theirs[0].model.training is False
-    collate = VisionLanguageCollator(
-        theirs.tokenizer, ["query", "positive"], {"query": "find it", "positive": ""}, processor=theirs[0].processor,
-        processing_kwargs=ours.messages.get("processing_kwargs"),
-    )  # fmt: skip
+    collate = collator_of(ours, ["query", "positive"], {"query": "find it", "positive": ""})
     for column, answer in (("query", theirs.encode_query), ("positive", theirs.encode_document)):
+        batch = collate([{"query": value, "positive": value} for value in values])
         with torch.no_grad():
-            expected = ours(**collate.features(column, values)).embeddings
+            expected = embedder_of(ours).call(ours, batch[column], column, batch[CONSTANTS][column])
         assert expected.std(dim=0).max() > 1e-3
         found = torch.as_tensor(answer(values))
         assert (found - expected).abs().max() < 1e-5
@@ -120,14 +120,13 @@ def folder_for_others(family: str, folder: Path, **options) -> tuple[Path, objec
     """Written as a run writes it, and its processor."""
     processor, config = tiny_vision_language(family)
     torch.manual_seed(0)
-    options = {"pooling": "last", "prompts": {"query": "find it", "document": ""}} | options
-    model = embedding_model(config, **options)
+    with mock.patch.object(AutoProcessor, "from_pretrained", lambda *arguments, **options: processor):
+        model = embedding_model(config, tokenizer=processor, **{"pooling": "last"} | options)
+    describe(model, prompts={"query": "find it", "document": ""})
     for parameter in model.parameters():
         if not parameter.any() and parameter.dim() > 1:
             torch.nn.init.normal_(parameter.data, std=0.2)  # Gemma's projection would hide the pictures
-    model.messages = messages_of({}, None)
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    write(model, folder)
     return folder, processor
 
 
@@ -142,13 +141,12 @@ def test_a_folder_of_every_family_answers_elsewhere(family, tmp_path, monkeypatc
 def assert_same_vectors_elsewhere(folder: Path) -> None:
     """MultiVectorEncoder gives every token of words and pictures the vector that our model does."""
     ours, theirs = loaded(folder), MultiVectorEncoder(str(folder), device="cpu")
-    collate = VisionLanguageCollator(
-        theirs.tokenizer, ["query", "positive"], {"query": "find it", "positive": ""}, processor=theirs[0].processor
-    )
+    collate = collator_of(ours, ["query", "positive"], {"query": "find it", "positive": ""})
+    batch = collate([{"query": value, "positive": value} for value in VALUES])
     for column, answer in (("query", theirs.encode_query), ("positive", theirs.encode_document)):
         with torch.no_grad():
-            found = ours(**collate.features(column, VALUES))
-        rows = [vectors[mask] for vectors, mask in zip(found.vectors, found.mask, strict=True)]
+            found = embedder_of(ours).call(ours, batch[column], column, batch[CONSTANTS][column])
+        rows = [vectors[mask] for vectors, mask in zip(found["vectors"], found["mask"], strict=True)]
         assert len({len(row) for row in rows}) > 3 and rows[1].shape[1] == 8 and rows[1].std(dim=0).max() > 1e-3
         for row, expected in zip(answer(VALUES), rows, strict=True):
             assert row.shape == expected.shape and (torch.as_tensor(row) - expected).abs().max() < 1e-5
@@ -174,7 +172,8 @@ def test_late_interaction_trains_adapters_and_projection_and_its_folder_answers_
 def test_long_texts_are_cut_as_elsewhere(tmp_path):
     folder, _ = folder_for_others("llava", tmp_path)
     model = loaded(folder)
-    model.save_pretrained(folder, max_length=14)
+    describe(model, max_length=14)
+    write(model, folder)
     assert_same_elsewhere(folder, ["a red green small round boat tree house which digit", "a boat"])
 
 
@@ -182,17 +181,12 @@ def test_words_and_pictures_find_both_in_a_folder_of_pictures_and_in_texts(untra
     for digit in range(4):
         picture(digit).save(tmp_path / f"{digit}.png")
     (tmp_path / "texts.txt").write_text("a red boat\na small tree\nwhich digit")
-    model, processor = loaded(untrained), AutoProcessor.from_pretrained(untrained)
     paths = [str(tmp_path / f"{digit}.png") for digit in range(4)]
     served = load_for_serving(str(untrained))
     documents = served.encode_document([picture(digit) for digit in range(4)])
     question = torch.as_tensor(served.encode_query(["a red boat"]))
-    with torch.no_grad():
-        collate = VisionLanguageCollator(
-            processor.tokenizer, ["query", "text"], {"query": "find it"}, processor=processor
-        )
-        expected = model(**collate.features("query", ["a red boat"])).embeddings
-    assert torch.allclose(question, expected, atol=1e-6)
+    expected = SentenceTransformer(str(untrained), device="cpu").encode(["a red boat"], prompt="find it")
+    assert torch.allclose(question, torch.as_tensor(expected), atol=1e-6)
     scores = (documents @ question[0].numpy()).tolist()
     found = find(str(untrained), "a red boat", None, str(tmp_path))
     assert [path for _, path in found] == [paths[i] for i in sorted(range(4), key=lambda i: -scores[i])]
