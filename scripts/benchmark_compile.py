@@ -28,6 +28,8 @@ from torch._dynamo.utils import counters
 from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.models.embedder import embedder_of
+from hf_dist_ext.models.from_run import build
 from hf_dist_ext.training import compiling
 
 WAYS = {"any shape": True, "dynamo's choice": None, "one shape each": False}
@@ -66,9 +68,11 @@ def compiled(model: nn.Module, backend: str, mode: str | None, way: str) -> nn.M
     return torch.compile(model, **plugin.to_kwargs())
 
 
-def encoder(model: nn.Module):
+def encoder(model: nn.Module, wrapped: nn.Module):
+    embedder = embedder_of(model)
+
     def encode(chunk: Chunk) -> torch.Tensor:
-        return model(**chunk.features).embeddings[: chunk.num_rows].clone()
+        return embedder.call(wrapped, chunk.features)[: chunk.num_rows].clone()
 
     return encode
 
@@ -98,13 +102,13 @@ def main() -> None:
 
     torch.manual_seed(0)
     config = bert(options.width, options.layers, max(1, options.width // 64), vocab_size=len(tokenizer))
-    model = embedding_model(config).to(options.device).train()
+    model = build(model_config=config).to(options.device).train()
     models = Models(model, model, options.device)
     plain, limits = ChunkLimits(options.chunk_rows), ChunkLimits(options.chunk_rows, has_buckets=True)
 
     print(f"\n{'graphs (backend eager) for':<30}{'after a step':>14}{'after two epochs':>18}")
     for way in WAYS:
-        encode, after_step = encoder(compiled(model, "eager", None, way)), None
+        encode, after_step = encoder(model, compiled(model, "eager", None, way)), None
         for batch in batches(everything, options.pairs):
             our_step(models, batch, limits, encode=encode, packing=False)()
             after_step = after_step or counters["stats"]["unique_graphs"]
@@ -118,7 +122,7 @@ def main() -> None:
         step()  # these warm up; of the compiled ones the first step is what is measured
     print(f"\n{options.backend:<30}{'graphs':>8}{'first step':>12}{'seconds':>10}{'later':>8}{'of packed':>12}")
     for way in options.timed:
-        encode = encoder(compiled(model, options.backend, options.mode, way))
+        encode = encoder(model, compiled(model, options.backend, options.mode, way))
         steps = {"compiled": our_step(models, batch, limits, encode=encode, packing=False), **others}
         first = take_turns(steps, 1, options.device)
         later = take_turns(steps, options.turns, options.device)

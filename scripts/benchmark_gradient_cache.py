@@ -3,7 +3,7 @@
     python scripts/benchmark_gradient_cache.py --output outputs/benchmark               # two CPU cores: some 6 minutes
     python scripts/benchmark_gradient_cache.py --preset gpu --sizes minilm --output outputs/benchmark
 
-(1) one EmbeddingModel, saved, and loaded again as a SentenceTransformer
+(1) one SentenceTransformer, and a copy of it for each side
 (2) text: code-search pairs. Every cached contestant's chunk size is swept, its best goes into the turns. Ours are the
     fastest that need no more memory than theirs: "ours" keeps no graph, "graphs kept" as many as then fit
 (3) curves: time and memory against the batch, with the settings that (2) chose
@@ -33,7 +33,6 @@ import os
 import platform
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -44,6 +43,7 @@ from pathlib import Path
 import torch
 from benchmark_loss_stage import PeakBytes, compare, make_columns, our_stage, peak_bytes
 from model_sizes import MODELS, bert, pooling_of
+from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
 
 from hf_dist_ext import policy
@@ -56,6 +56,8 @@ from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
+from hf_dist_ext.models.embedder import embedder_of
+from hf_dist_ext.models.from_run import build
 from hf_dist_ext.training.packing import decided
 
 TEMPERATURE = 0.05
@@ -138,13 +140,19 @@ class Models:
     """The same weights twice, and what they are asked to do."""
 
     ours: SentenceTransformer
-    theirs: nn.Module  # SentenceTransformer
+    theirs: SentenceTransformer
     device: str
     loss: InfoNCELoss = field(default_factory=lambda: InfoNCELoss(TEMPERATURE))
 
+    def __post_init__(self) -> None:
+        self.embedder = embedder_of(self.ours)
+
+    def encode(self, features: dict) -> Tensor:
+        return self.embedder.call(self.ours, features)
+
     @property
     def widening(self) -> int:
-        return policy.widening(self.ours.config.num_hidden_layers, is_checkpointed=False)
+        return policy.widening(self.ours.transformers_model.config.num_hidden_layers, is_checkpointed=False)
 
     def score(self, embeddings: dict[str, Tensor]) -> tuple[Tensor, dict]:
         return self.loss(embeddings)
@@ -154,7 +162,6 @@ class Models:
 
 
 def make_models(size: Size, tokenizer, device: str) -> Models:
-    from sentence_transformers import SentenceTransformer
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -162,16 +169,10 @@ def make_models(size: Size, tokenizer, device: str) -> Models:
     logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
     config = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id} | size.model
-    ours = embedding_model(config, pooling=size.pooling)
-    with tempfile.TemporaryDirectory() as folder:
-        ours.save_pretrained(folder, tokenizer=tokenizer, max_length=size.text_length)
-        theirs = SentenceTransformer(folder, device=device)
-    if getattr(theirs[0].model, "pooler", None) is not None:
-        theirs[0].model.pooler = None  # ours has none, and nobody reads what it computes
-    ours.to(device).train()
-    theirs.train()
+    ours = build(model_config=config, tokenizer=tokenizer, pooling=size.pooling).to(device).train()
+    theirs = copy.deepcopy(ours)
     if size.autocast:
-        for model in (ours.backbone, theirs[0].model):
+        for model in (ours[0].model, theirs[0].model):
             model.forward = torch.autocast(device, torch.bfloat16)(model.forward)
     return Models(ours, theirs, device)
 
@@ -179,7 +180,7 @@ def make_models(size: Size, tokenizer, device: str) -> Models:
 def plain_step(models: Models, batch: Batch) -> Step:
     def step() -> Tensor:
         models.ours.zero_grad(set_to_none=True)
-        output = models.loss({column: models.ours(**features).embeddings for column, features in batch.items()})
+        output = models.loss({column: models.encode(features) for column, features in batch.items()})
         output.loss.backward()
         return output.loss.detach()
 
@@ -195,7 +196,7 @@ def our_step(
     packing: bool | str = "auto",
 ) -> Step:
     """`packing`: as gradient_cache_packing."""
-    encode = encode or (lambda chunk: models.ours(**chunk.features).embeddings)
+    encode = encode or (lambda chunk: models.encode(chunk.features))
 
     def step() -> Tensor:
         models.ours.zero_grad(set_to_none=True)
@@ -278,7 +279,7 @@ def counted_tokens(models: Models) -> Iterator[list[int]]:
         seen[0] += args[0].numel()
 
     # Their module calls the transformer's forward past its hooks, but the token embedding's are run.
-    embedders = [model.get_input_embeddings() for model in (models.ours.backbone, models.theirs[0].model)]
+    embedders = [model.get_input_embeddings() for model in (models.ours[0].model, models.theirs[0].model)]
     handles = [embedder.register_forward_pre_hook(count) for embedder in embedders]
     yield seen
     for handle in handles:
@@ -574,13 +575,13 @@ def flat_memory(size: Size, models: Models) -> list[dict]:
 
         def encode(chunk, saved=saved):
             with saved:
-                return models.ours(**chunk.features).embeddings
+                return models.encode(chunk.features)
 
         step = our_step(models, batch, ChunkLimits(max_rows=size.flat_chunk_rows), encode=encode)
         peak = peak_of(step, models.device)
         assert saved.peak > 0 and saved.alive == 0, (saved.peak, saved.alive)
         points.append({"pairs": pairs, "activation_bytes": saved.peak, "peak_bytes": peak})
-    embedding_bytes = len(COLUMNS) * models.ours.embedding_dim * 4  # of a pair
+    embedding_bytes = len(COLUMNS) * models.ours.get_embedding_dimension() * 4  # of a pair
     first, last = points[0], points[-1]
     copies = (last["peak_bytes"] - first["peak_bytes"]) / (last["pairs"] - first["pairs"]) / embedding_bytes
     print(f"\n{size.name}: flat, rows of {size.flat_length} tokens, {size.flat_chunk_rows} rows per chunk")

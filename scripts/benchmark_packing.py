@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +30,7 @@ from model_sizes import bert
 
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.models.from_run import build
 
 KINDS = ("packed", "padded")
 QWEN = {
@@ -78,9 +78,10 @@ def main() -> None:
     for name in options.models:
         torch.manual_seed(0)
         config = {"vocab_size": max(500, len(tokenizer)), "pad_token_id": 0} | MODELS[name]
-        model = embedding_model(config, attn_implementation=options.attention).to(options.device).train()
+        model = build(model_config=config, attn_implementation=options.attention).to(options.device).train()
         if options.device != "cpu":
-            model.backbone.forward = torch.autocast(options.device, torch.bfloat16)(model.backbone.forward)
+            backbone = model.transformers_model
+            backbone.forward = torch.autocast(options.device, torch.bfloat16)(backbone.forward)
         models = Models(model, model, options.device)
         for lengths in options.lengths:
             batch = (
@@ -89,7 +90,7 @@ def main() -> None:
                 else batch_of_lengths(LENGTHS[lengths], options.pairs, options.device)
             )
             real, computed = lay_out(batch, limits).count_tokens()
-            steps = {kind: our_step(models, batch, replace(limits, packs=kind == "packed")) for kind in KINDS}
+            steps = {kind: our_step(models, batch, limits, packing=kind == "packed") for kind in KINDS}
             peaks = {kind: peak_of(step, options.device) for kind, step in steps.items()}
             figures = take_turns(steps, options.turns, options.device)
             packed = ratio(figures, *KINDS, key)

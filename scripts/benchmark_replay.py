@@ -17,7 +17,7 @@ from benchmark_packing import MODELS, batch_of_lengths
 
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.replay import Comparison
-from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.models.from_run import build
 
 
 def without_comparison(step: Step) -> Step:
@@ -39,7 +39,8 @@ def main() -> None:
     key = "cpu_seconds" if options.device == "cpu" else "seconds"
     for name in options.models:
         torch.manual_seed(0)
-        model = EmbeddingModel.from_config({"vocab_size": 500, "pad_token_id": 0} | MODELS[name]).to(options.device)
+        config = {"vocab_size": 500, "pad_token_id": 0} | MODELS[name]
+        model = build(model_config=config).to(options.device)
         batch = batch_of_lengths(lambda at: 16 + int(33 * at), options.pairs, options.device)
         step = our_step(Models(model, model, options.device), batch, ChunkLimits(max_rows=options.chunk_rows))
         steps = {"compared": step, "not compared": without_comparison(step)}

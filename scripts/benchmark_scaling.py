@@ -188,6 +188,7 @@ def work(options: argparse.Namespace) -> None:
     from transformers.utils import logging as transformers_logging
 
     from hf_dist_ext.engine.losses import InfoNCELoss
+    from hf_dist_ext.models.from_run import build
     from hf_dist_ext.strategies.collectives import leave_together
     from hf_dist_ext.training.arguments import DistTrainingArguments
     from hf_dist_ext.training.trainer import DistTrainer
@@ -238,7 +239,7 @@ def work(options: argparse.Namespace) -> None:
 
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
-    model = embedding_model({
+    model = build(model_config={
         "model_type": "bert", "hidden_size": options.width, "num_hidden_layers": options.layers, "vocab_size": 3000,
         "num_attention_heads": max(1, options.width // 64), "intermediate_size": 4 * options.width,
         "max_position_embeddings": max(options.length, 16),
@@ -250,7 +251,7 @@ def work(options: argparse.Namespace) -> None:
             gradient_cache_chunk_size=options.chunk_rows, save_strategy="no", logging_strategy="no", bf16=options.bf16,
             disable_tqdm=True, dataloader_pin_memory=False,
         )  # fmt: skip
-        trainer = DistTrainer(model, args, data_collator=collate, train_dataset=list(rows), loss=loss)
+        trainer = DistTrainer(model=model, args=args, data_collator=collate, train_dataset=list(rows), loss=loss)
         trainer.add_callback(observer := Observer())
         trainer.train()
         if args.process_index == 0:

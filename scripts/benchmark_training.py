@@ -43,6 +43,17 @@ import torch
 from benchmark_gradient_cache import describe_machine
 from datasets import Dataset, disable_progress_bars
 from model_sizes import MODELS, pooling_of
+from sentence_transformers import (
+    MultiVectorEncoder,
+    MultiVectorEncoderTrainer,
+    MultiVectorEncoderTrainingArguments,
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
+from sentence_transformers.base.sampler import DefaultBatchSampler
+from sentence_transformers.multi_vector_encoder import losses as multi_vector_losses
+from sentence_transformers.sentence_transformer import losses
 from torch import nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerBase
@@ -50,26 +61,11 @@ from transformers.utils import logging as transformers_logging
 from turns import FORK, Turns, ratio, take_turns
 
 from hf_dist_ext import DistTrainer, DistTrainingArguments, InfoNCELoss, SentenceTransformersLoss
-from hf_dist_ext.data import ContrastiveCollator
 from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
 from hf_dist_ext.engine import LateInteractionLoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
-
-try:
-    from sentence_transformers import (
-        MultiVectorEncoder,
-        MultiVectorEncoderTrainer,
-        MultiVectorEncoderTrainingArguments,
-        SentenceTransformer,
-        SentenceTransformerTrainer,
-        SentenceTransformerTrainingArguments,
-    )
-    from sentence_transformers.base.sampler import DefaultBatchSampler
-    from sentence_transformers.multi_vector_encoder import losses as multi_vector_losses
-    from sentence_transformers.sentence_transformer import losses
-except ModuleNotFoundError as error:
-    sys.exit(f"error: {error}. Run: pip install -c constraints.txt -e '.[losses,plot]'")
+from hf_dist_ext.models.from_run import build
 
 TEMPERATURE = 0.05
 LEARNING_RATE = 1e-3
@@ -129,8 +125,8 @@ def make_models(
     of_tokens = {"pooling": "tokens", "projection_dim": TOKEN_DIM} if of.is_late else {}
     for seed, folder in enumerate(folders):
         torch.manual_seed(seed)
-        model = embedding_model(config, **pooling | of_tokens)
-        model.save_pretrained(folder, tokenizer=tokenizer, max_length=LENGTH)
+        model = build(model_config=config, tokenizer=tokenizer, **pooling | of_tokens)
+        model.save_pretrained(str(folder))
 
 
 def make_rows(pairs: Dataset, number: int, are_rated: bool) -> Dataset:
@@ -191,8 +187,9 @@ def their_trainer(loss: str, columns: list[str], work: Work, setting: dict, call
 
 
 def our_trainer(loss: str, columns: list[str], work: Work, setting: dict, callback: Turns) -> Callable:
-    model = loaded(work.folder)
-    label = next((name for name in columns if name not in COLUMNS), None)
+    model = their_model(
+        work.folder, work.device, kind=MultiVectorEncoder if loss == "late_interaction" else SentenceTransformer
+    )
     if loss == "infonce":
         scored = InfoNCELoss(temperature=TEMPERATURE)
     elif loss == "late_interaction":
@@ -200,16 +197,15 @@ def our_trainer(loss: str, columns: list[str], work: Work, setting: dict, callba
     else:
         guide = {"guide": str(work.guide), "temperature": TEMPERATURE} if "GIST" in loss else {}
         scored = SentenceTransformersLoss(
-            loss, model.embedding_dim, tokenizer=work.tokenizer, max_length=LENGTH, **guide
+            loss, model.get_embedding_dimension(), tokenizer=work.tokenizer, max_length=LENGTH, **guide
         )
     trainer = DistTrainer(
-        model,
-        DistTrainingArguments(
+        model=model,
+        args=DistTrainingArguments(
             train_sampling_strategy="sequential", no_duplicates_in_batch=False, **setting, **common(work)
         ),
         loss=scored,
-        train_dataset=work.rows,
-        data_collator=ContrastiveCollator(work.tokenizer, COLUMNS, max_length=LENGTH, label_column=label),
+        train_dataset=work.rows.select_columns(columns),
         callbacks=[callback],
     )
     return trainer.train

@@ -24,9 +24,7 @@ PACKAGES = ("hf_dist_ext", "hf_dist_ext.engine", "hf_dist_ext.data")
 TABLES = ".md-typeset td code { word-break: normal; overflow-wrap: break-word }"
 METHODS = {  # that are shown beside their class
     "DistTrainer": ["whole_weights"],
-    "EmbeddingModel": ["from_pretrained", "from_backbone", "from_config", "forward", "save_pretrained"],
     "InfoNCELoss": ["forward"],
-    "TowerModel": ["from_pretrained", "forward", "save_pretrained"],
 }
 
 

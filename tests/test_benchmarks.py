@@ -44,13 +44,6 @@ def comparison(tmp_path_factory) -> tuple[dict, Path]:
     return json.loads((folder / "results.json").read_text()), folder
 
 
-def test_training_without_sentence_transformers_names_the_extra():
-    source = "import runpy, sys; sys.modules['sentence_transformers'] = None; sys.path.insert(0, 'scripts'); "
-    source += "runpy.run_path('scripts/benchmark_training.py', run_name='__main__')"
-    ended = "error: import of sentence_transformers halted; None in sys.modules. Run: pip install -c constraints.txt"
-    run_python(source, code=f"{ended} -e '.[losses,plot]'")
-
-
 def test_the_comparison_writes_every_ratio_and_its_plots(comparison):
     report, folder = comparison
     for name in RATIOS:
