@@ -130,7 +130,7 @@ def train_once(
     """
     from hf_dist_ext.strategies.tensors import num_elements
     from hf_dist_ext.training.final_model import best_of
-    from hf_dist_ext.training.model_card import data_of, life_of
+    from hf_dist_ext.training.model_card import life_of
 
     trainer = parts.make_trainer(args)  # (2)
     trainer.stage = run.name or None
@@ -138,8 +138,6 @@ def train_once(
         args.process_index == 0
     )
     trains = [(num_elements(p), p.requires_grad) for p in trainer.model.parameters()]
-
-    data = data_of(trainer) if args.process_index == 0 else []
 
     # (3)
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
@@ -174,7 +172,7 @@ def train_once(
     if made == before_this_start > 0:
         report = of_first_time(Path(args.output_dir), report)
     if args.process_index == 0:
-        lives.append(life_of(trainer, data, names))
+        lives.append(life_of(trainer, names))
     return trainer, report
 
 

@@ -24,7 +24,7 @@ OF_A_MODEL = (  # weights, what describes them, code of their own, the card
     "config_sentence_transformers.json", "modules.json", "towers.json", "*.py", "README.md", "*.png", "*LICENSE*",
     "NOTICE*", "run.json", "plan.json", "metrics.json", "metrics.jsonl",
 )  # fmt: skip
-FOLDERS = ("additional_chat_templates", "onnx", "openvino")
+FOLDERS = ("additional_chat_templates", "onnx", "openvino", "assets")  # the last has the pictures of a card
 
 
 def is_processors(name: str) -> bool:

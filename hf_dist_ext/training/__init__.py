@@ -8,6 +8,6 @@ that are not finite (`nonfinite.py`) and bad rows (`bad_row_count.py`); `out_of_
 `timing.py`, `meter.py` and `scaling.py` measure, `measured.py` leaves that in a file, `console.py` tells. `metrics.py`
 computes retrieval metrics of held-out rows. `early_stopping.py` ends a run that gets no better.
 `sentence_losses.py` has losses of sentence-transformers score embeddings, and `losses_by_name.py` makes such a loss.
-`model_card.py` writes the README.md that a run ends with: its head is of `card_metadata.py`, its pictures are of
-`curves.py`, and `citations.py` says what to cite.
+`model_card.py` puts a section of the run file after the card of sentence-transformers: its pictures are of
+`curves.py`, and `citations.py` says what to cite of losses of ours.
 """

@@ -1,4 +1,4 @@
-"""What to cite of a loss, as BibTeX: losses of sentence-transformers say it themselves, the others stand here."""
+"""What to cite of our losses and of the gradient cache, as BibTeX. The others say it themselves."""
 
 from __future__ import annotations
 
@@ -52,26 +52,22 @@ OF_LOSS = {
 AROUND_OTHERS = ("SentenceTransformersLoss", "SumOfLosses", "LossPerSource")
 
 
-def names_of(loss: Any) -> list[str]:
-    """The loss and those inside of it, by their classes."""
-    return [type(one).__name__ for one in _chain(loss) if type(one).__name__ not in AROUND_OTHERS]
-
-
-def citations_of(loss: Any, is_cached: bool) -> list[str]:
-    """BibTeX entries of a loss, those inside of it, and the gradient cache where it is used; none for None."""
-    found = [OF_LOSS.get(type(one).__name__) or getattr(one, "citation", None) for one in _chain(loss)]
-    if getattr(loss, "matryoshka", None):
-        found.append(MATRYOSHKA)
-    if is_cached:
-        found.append(GRADIENT_CACHE)
-    return list(dict.fromkeys(entry.strip() for entry in found if isinstance(entry, str)))
-
-
-def _chain(loss: Any) -> list[Any]:
-    found, waiting = [], [loss]
+def parts_of(loss: Any) -> list[Any]:
+    """The loss and those inside of it, without what only holds others; [] for None."""
+    found: list[Any] = []
+    waiting = [loss]
     while waiting:
         one = waiting.pop(0)
         if one is not None and one not in found:
             found.append(one)
             waiting = [*getattr(one, "losses", {}).values(), getattr(one, "loss", None), *waiting]
-    return found
+    return [one for one in found if type(one).__name__ not in AROUND_OTHERS]
+
+
+def own_citations(loss: Any, is_cached: bool) -> dict[str, str]:
+    """What is cited -> BibTeX, of losses of ours and of the gradient cache where it is used."""
+    parts = parts_of(loss)
+    found = {type(one).__name__: OF_LOSS[type(one).__name__] for one in parts if type(one).__name__ in OF_LOSS}
+    if any(getattr(one, "matryoshka", None) for one in parts):
+        found["Matryoshka"] = MATRYOSHKA
+    return found | ({"Gradient cache": GRADIENT_CACHE} if is_cached and parts else {})

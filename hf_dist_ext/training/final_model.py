@@ -27,6 +27,8 @@ from hf_dist_ext.strategies.consensus import together
 from hf_dist_ext.strategies.tensors import num_elements
 
 UNFINISHED = "_model.unfinished"
+GENERATED = "generated_from_trainer"  # a tag of the cards of sentence-transformers, of ours, and of Trainer's drafts
+_DRAFTS = (GENERATED, "# Model Card for Model ID")  # the last is peft's
 
 
 def save(save_model: Callable[[str], None], model: nn.Module, args: Any) -> None:
@@ -71,6 +73,14 @@ def kept_lines(report: Mapping[str, Any]) -> list[str]:
     return [f"{stage}kept the weights of step {best['step']:,}, the best {best['figure']} ({best['value']:.4g})"]
 
 
+def is_by_hand(card: Path) -> bool:
+    """Whether somebody has written or edited a README.md; a run replaces its own and drafts."""
+    if not card.is_file():
+        return False
+    content = card.read_text(encoding="utf-8", errors="replace")
+    return not any(mark in content for mark in _DRAFTS)
+
+
 def _is_written(save_model: Callable[[str], None], folder: Path, should_save: bool) -> bool:
     """Into a folder of its own first: what a full disk cuts short goes with it, and no file of anybody else's."""
     fresh = folder / UNFINISHED
@@ -90,8 +100,8 @@ def _is_written(save_model: Callable[[str], None], folder: Path, should_save: bo
 
     def end(is_whole: bool) -> None:
         for name in [*manifest.files_in(fresh), manifest.MANIFEST] if should_save and is_whole else ():
-            is_draft = name == "README.md" and (folder / name).exists()  # peft's; a card that lies there stays
-            if (fresh / name).is_file() and not is_draft:  # a manifest is last, and only of a part that was trained
+            stays = name == "README.md" and is_by_hand(folder / name)
+            if (fresh / name).is_file() and not stays:  # a manifest is last, and only of a part that was trained
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(fresh / name, folder / name)
         if should_save:

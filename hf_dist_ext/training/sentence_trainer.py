@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -19,16 +20,20 @@ from typing import Any, cast
 from datasets import DatasetDict
 from torch import nn
 from transformers import Trainer, set_seed
+from transformers.utils import logging
 
 from hf_dist_ext.engine.combined_losses import LossPerSource
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedder import PACKAGE, is_of_sentence_transformers
 from hf_dist_ext.strategies.base import Strategy, meanwhile
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.citations import AROUND_OTHERS, own_citations, parts_of
+from hf_dist_ext.training.final_model import is_by_hand
 from hf_dist_ext.training.sentence_data import arguments_from, nulls_of, prepare_sentence_data
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss, as_loss, asked_chunks, scores_embeddings
 
-GENERATED = "generated_from_trainer"  # a tag of their cards
+logger = logging.get_logger(__name__)
+
 # The arguments of their trainer after `model` and `args`, which Trainer has in another order.
 ORDER = (
     "train_dataset", "eval_dataset", "loss", "evaluator", "data_collator", "processing_class", "model_init",
@@ -147,32 +152,45 @@ def _take_chunks(args: DistTrainingArguments, loss: Any) -> None:  # (3)
 
 
 def add_card(trainer: Any, given: Mapping[str, Any]) -> bool:
-    """The callback of sentence-transformers that collects what a card says. False: the folder gets none of theirs, but
-    that of a run file (model_card.py), or the model is of another package. `given`: of `bound`, as it was given."""
-    model, collator = trainer.bare_model, trainer.data_collator
-    collators = getattr(collator, "collators", {"": collator}).values()
-    if not is_of_sentence_transformers(model) or any(getattr(one, "is_of_run", False) for one in collators):
+    """The callback of sentence-transformers that collects what a card says. False: the model is of another package.
+    `given`: of `bound`, as it was given."""
+    model = trainer.bare_model
+    if not is_of_sentence_transformers(model):
         return False
     from sentence_transformers.base.model_card import BaseModelCardCallback
 
-    if trainer.args.hub_model_id and not model.model_card_data.model_id:
-        model.model_card_data.set_model_id(trainer.args.hub_model_id)
+    card, built = model.model_card_data, getattr(model, "_built_from", None)
+    if built is not None:  # of a run file, which names the base: a path is not to be taken for a name on the hub
+        card.first_save, name = False, built["model_name_or_path"]
+        if name is not None and not Path(name).exists():
+            card.base_model, card.base_model_revision = name, built["revision"]
+    elif trainer.args.hub_model_id and not card.model_id:
+        card.set_model_id(trainer.args.hub_model_id)
     defaults = DistTrainingArguments(output_dir="unused", accelerator_config={"use_configured_state": True})
     callback = BaseModelCardCallback(defaults.to_dict())
     args = SimpleNamespace(router_mapping=trainer.args.router_mapping or {})
-    seen = SimpleNamespace(
-        callback_handler=trainer.callback_handler,
-        train_dataset=_for_card(given.get("train_dataset")),
-        eval_dataset=_for_card(given.get("eval_dataset")),
-        loss=_inner(trainer.loss),
-    )
+    seen = SimpleNamespace(callback_handler=trainer.callback_handler, loss=_inner(trainer.loss))
+    for name in ("train_dataset", "eval_dataset"):
+        setattr(seen, name, _for_card(given.get(name)))
     trainer.add_callback(callback)
-    callback.on_init_end(args, trainer.state, trainer.control, model=model, trainer=seen)
+    drawn = random.getstate()  # examples are drawn; training draws the same with and without a card
+    try:
+        callback.on_init_end(args, trainer.state, trainer.control, model=model, trainer=seen)
+    except Exception as error:  # anything: rows that cannot be read are met here, before training skips them
+        logger.warning(f"the model's card says nothing of the data: {type(error).__name__}: {error}")
+        seen.train_dataset = seen.eval_dataset = None
+        callback.on_init_end(args, trainer.state, trainer.control, model=model, trainer=seen)
+    finally:
+        random.setstate(drawn)
+    card.set_losses(parts_of(trainer.loss))
+    card.citations |= own_citations(trainer.loss, trainer.args.uses_gradient_cache)
+    card.tags = [tag for tag in card.tags if tag.removeprefix("loss:") not in AROUND_OTHERS]
     return True
 
 
 def _for_card(dataset: Any) -> Any:
     """Rows of another class than those of `datasets`, or without a value somewhere, are not described."""
+    dataset = getattr(dataset, "sources", dataset)  # of a mixture
     parts = dataset.values() if isinstance(dataset, Mapping) else [dataset]
     if not all(hasattr(part, "info") and not any(nulls_of(part).values()) for part in parts):
         return None
@@ -192,7 +210,7 @@ def write_card(model: Any, folder: Path, strategy: Strategy) -> None:
     """README.md of a folder of such a model, by its own template, unless somebody has written one. One rank calls it,
     so the template's example is encoded only where that rank has a whole model."""
     card = folder / "README.md"
-    if card.is_file() and GENERATED not in card.read_text("utf-8"):
+    if is_by_hand(card):
         return
     is_whole = not (strategy.forwards_are_collective or strategy.split)
     data = type(model.model_card_data)

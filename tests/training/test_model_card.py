@@ -2,22 +2,23 @@
 
 import importlib.util
 import json
+import random
 import re
 from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
 from PIL import Image
-from sentence_transformers.sentence_transformer.losses import CoSENTLoss
+from sentence_transformers.base.model_card import BaseModelCardData
 
 from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.training import model_card
-from hf_dist_ext.training.card_metadata import metadata
-from hf_dist_ext.training.citations import citations_of, names_of
+from hf_dist_ext.training.citations import own_citations, parts_of
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.sentence_models import picture_model, pictures
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
 from tests.tiny_models import WORDS, embedding_model, model_config
@@ -61,30 +62,63 @@ def test_a_run_ends_with_a_card_that_says_what_was_made(
     assert "Model Card for Model ID" not in card and "More Information Needed" not in card
     assert f"{report['trained_share']:.2%}" in card and (out / "run.json").exists()
     assert 0 < report["trained_parameters"] <= report["parameters"]
-    words = ["# out", "`bert`, not pretrained", "rows.jsonl", "run.json", "import SentenceTransformer"]
-    words += [
-        "Training data: 32 rows.",
-        "| query | texts of",
-        "32 dimensions, mean pooling",
-        '| `query` | "search : " |',
+    words = [
+        "# SentenceTransformer",
+        "`bert`, not pretrained",
+        "rows.jsonl",
+        "run.json",
+        "* Size: 32 training samples",
     ]
-    words += ["oord2018representation", "gao2021scaling", "* torch: 2", '"max_steps": 3']
+    words += ["**Output Dimensionality:** 32 dimensions", "Full Model Architecture", '| `query` | "search : " |']
+    words += ["oord2018representation", "gao2021scaling", "reimers-2019", "- PyTorch: 2", '"max_steps": 3']
     words += [f"({report['trained_parameters']:,} of {report['parameters']:,})", "Processes: 1 (cpu)"]
     words += ['`lora_target_modules` ["query"]'] if fields else []
-    words += ["This folder holds what was trained"] if is_part else ['| `query` | "search : " |']
     assert not [word for word in words if word not in card], card
+    assert card.count(model_card.MARK) == 1
+    theirs, _, ours = card.partition(model_card.MARK)
     metric, after = next((name, value) for name, value in report["after"].items() if value is not None)
-    assert f"{metric} |" in card and f"{after:.4f}" in card
-    assert ("](loss.png)" in card) is (out / "loss.png").exists() is not is_part
+    assert f"{metric} |" in ours and f"{after:.4f}" in ours and "## This run" not in theirs
+    assert ("](loss.png)" in ours) is (out / "loss.png").exists() is not is_part
     assert is_part or Image.open(out / "loss.png").size[0] > 300
 
     data = ModelCard.load(out / "README.md").data
     found = {result.metric_type: result.metric_value for result in data.eval_results}
     assert found == pytest.approx(report["after"], abs=1e-6) and len(found) == 4
+    assert (data.library_name, data.pipeline_tag) == ("sentence-transformers", "sentence-similarity")
+    tags = {"sentence-transformers", "dataset_size:32", "loss:InfoNCELoss", "hf_dist_ext", "generated_from_trainer"}
+    assert tags <= set(data.tags) and ("lora" in data.tags) is bool(fields) and data.base_model is None
     if not is_part:
-        assert (data.library_name, data.pipeline_tag) == ("sentence-transformers", "sentence-similarity")
-        assert {"sentence-transformers", "dataset_size:32", "loss:InfoNCELoss"} <= set(data.tags)
         assert "tensor([[" in run_examples(card, capsys)
+
+
+def test_after_a_resume_the_card_has_one_section_of_the_whole_run(main, run_file, tmp_path):  # noqa: F811
+    given = run_file(save_steps=1, max_steps=2)
+    main(["--config", given])
+    first = (tmp_path / "out" / "README.md").read_text()
+    main(["--config", given, "--max_steps", "4", "--resume_from_checkpoint", "true"])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.count(model_card.MARK) == card.count("## This run") == 1 and '"max_steps": 4' in card != first
+    assert card.startswith("---\n") and card.count("\n# ") == first.count("\n# ")
+    data = ModelCard.load(tmp_path / "out" / "README.md").data
+    assert len(data.eval_results) == 4 and data.tags.count("hf_dist_ext") == 1
+
+
+def test_a_run_draws_the_same_random_numbers_with_and_without_examples_on_its_card(
+    main,  # noqa: F811
+    run_file,  # noqa: F811
+    monkeypatch,
+):
+    drawn = []
+    for name in ("set_widget_examples", "evaluate"):
+        if name == "evaluate":
+            monkeypatch.setattr(BaseModelCardData, "set_widget_examples", lambda self, dataset: None)
+        plain = DistTrainer.train
+        monkeypatch.setattr(
+            DistTrainer, "train", lambda self, _plain=plain, **given: (drawn.append(random.random()), _plain(self))[1]
+        )
+        main(["--config", run_file(max_steps=1, save_strategy="no"), "--overwrite_output_dir"])
+        monkeypatch.setattr(DistTrainer, "train", plain)
+    assert drawn[0] == drawn[1]
 
 
 def test_the_card_of_adapters_loads_them_on_their_base(main, run_file, tmp_path, capsys):  # noqa: F811
@@ -95,7 +129,7 @@ def test_the_card_of_adapters_loads_them_on_their_base(main, run_file, tmp_path,
     assert "tensor([[" in run_examples(card, capsys) and f"Made from `{tmp_path / 'base'}`" in card
 
 
-def test_the_card_of_a_dual_encoder_embeds_words_and_pictures(main, run_file, tmp_path, capsys):  # noqa: F811
+def test_the_card_of_a_dual_encoder_embeds_words_and_pictures(main, run_file, tmp_path, capsys, monkeypatch):  # noqa: F811
     picture_model(tmp_path / "parts").save_pretrained(str(tmp_path / "model"))
     for number, picture in enumerate(pictures(16)):
         picture.save(tmp_path / f"{number}.png")
@@ -108,7 +142,8 @@ def test_the_card_of_a_dual_encoder_embeds_words_and_pictures(main, run_file, tm
     card = (tmp_path / "out" / "README.md").read_text()
     data = ModelCard.load(tmp_path / "out" / "README.md").data
     assert (data.library_name, data.pipeline_tag) == ("sentence-transformers", "sentence-similarity")
-    assert "| positive | pictures, 16 x 16 pixels |" in card and "a picture of 16 x 16 pixels" in card
+    assert "**Supported Modalities:** Text, Image" in card and (tmp_path / "out" / "assets").is_dir()
+    monkeypatch.chdir(tmp_path / "out")  # where its example looks for pictures
     assert "tensor([[" in run_examples(card, capsys)
 
 
@@ -132,22 +167,22 @@ def test_a_card_that_somebody_wrote_stays_and_the_run_says_so(
     assert "README.md was written by hand, so it stays" in caplog.text
 
 
-def test_the_head_names_what_is_on_the_hub_and_no_path(run_file, tmp_path):  # noqa: F811
-    folder = tmp_path / "out"
-    folder.mkdir()
-    (folder / "modules.json").write_text("[]")
+def test_the_head_names_what_is_on_the_hub_and_no_path(main, run_file, tmp_path):  # noqa: F811
+    main(["--config", run_file(save_strategy="no", max_steps=1, eval_strategy="no")])
     given = {"model_config": ..., "model_name_or_path": "intfloat/e5-small-v2", "columns": ...}
     sources = [{"dataset_name": name} for name in ("sentence-transformers/all-nli@main", "code-search")]
     sources.append({"dataset_name": str(tmp_path / "rows.jsonl")})
     given |= {"datasets": sources, "dataset_name": ..., "eval_holdout": ...}
     (tmp_path / "sts.jsonl").write_text("{}")
     given["evaluations"] = [{"type": "sts", "name": "sts", "path": str(tmp_path / "sts.jsonl")}]
-    data = metadata(folder, load_run(["--config", run_file(**given)]), {"sts_spearman_cosine": 0.5}, [], None)
-    assert data.base_model == "intfloat/e5-small-v2" and data.to_dict()["base_model_relation"] == "finetune"
-    assert data.datasets == ["sentence-transformers/all-nli"]
-    (result,) = data.eval_results
-    assert (result.task_type, result.dataset_name) == ("semantic-similarity", "sts")
-    assert (result.metric_type, result.metric_value) == ("spearman_cosine", 0.5)
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    report["after"] = {"sts_spearman_cosine": 0.5, "mrr@10": 0.25}
+    report["before"] = {}
+    model_card.write(tmp_path / "out", load_run(["--config", run_file(**given)]), report, [])
+    data = ModelCard.load(tmp_path / "out" / "README.md").data
+    assert data.base_model == "intfloat/e5-small-v2" and data.datasets == ["sentence-transformers/all-nli"]
+    assert [one.metric_type for one in data.eval_results if one.dataset_type == "held-out"][-1] == "mrr@10"
+    assert "sts_spearman_cosine" not in [one.metric_type for one in data.eval_results], "their evaluator says it"
 
 
 def test_another_name_takes_the_folders_place_where_the_model_is_loaded(tmp_path):
@@ -163,16 +198,13 @@ def test_another_name_takes_the_folders_place_where_the_model_is_loaded(tmp_path
 
 
 def test_what_is_cited_is_the_loss_and_what_is_inside_of_it():
-    assert [entry.partition(",")[0] for entry in citations_of(InfoNCELoss(matryoshka_dims=[4]), True)] == [
-        "@misc{oord2018representation", "@misc{kusupati2022matryoshka", "@misc{gao2021scaling",
+    assert list(own_citations(InfoNCELoss(matryoshka_dims=[4]), True)) == [
+        "InfoNCELoss", "Matryoshka", "Gradient cache"
     ]  # fmt: skip
     theirs = SentenceTransformersLoss("MatryoshkaLoss", 8, loss="CoSENTLoss", matryoshka_dims=[8, 4])
-    entries = citations_of(theirs, False)
-    assert names_of(theirs) == ["MatryoshkaLoss", "CoSENTLoss"] and len(entries) == 2
-    assert CoSENTLoss(None).citation.strip() in entries and "kusupati" in entries[0]
-    assert citations_of(None, False) == names_of(None) == []
+    names = [type(one).__name__ for one in parts_of(theirs)]
+    assert names == ["MatryoshkaLoss", "CoSENTLoss"] and not own_citations(theirs, False)
+    assert own_citations(None, True) == {} and parts_of(None) == []
     several = SumOfLosses({"dense": InfoNCELoss(), "second": SigmoidLoss(), "scores": theirs})
-    assert names_of(several)[:2] == ["InfoNCELoss", "SigmoidLoss"] and names_of(several)[2:] == names_of(theirs)
-    assert citations_of(several, False) == [
-        *citations_of(InfoNCELoss(), False), *citations_of(SigmoidLoss(), False), *citations_of(theirs, False)
-    ]  # fmt: skip
+    assert [type(one).__name__ for one in parts_of(several)] == ["InfoNCELoss", "SigmoidLoss", *names]
+    assert list(own_citations(several, False)) == ["InfoNCELoss", "SigmoidLoss"]
