@@ -157,7 +157,7 @@ def add_card(trainer: Any, given: Mapping[str, Any]) -> bool:
     model = trainer.bare_model
     if not is_of_sentence_transformers(model):
         return False
-    from sentence_transformers.base.model_card import BaseModelCardCallback
+    from sentence_transformers.base import model_card
 
     card, built = model.model_card_data, getattr(model, "_built_from", None)
     if built is not None:  # of a run file, which names the base: a path is not to be taken for a name on the hub
@@ -167,25 +167,30 @@ def add_card(trainer: Any, given: Mapping[str, Any]) -> bool:
     elif trainer.args.hub_model_id and not card.model_id:
         card.set_model_id(trainer.args.hub_model_id)
     defaults = DistTrainingArguments(output_dir="unused", accelerator_config={"use_configured_state": True})
-    callback = BaseModelCardCallback(defaults.to_dict())
+    callback = model_card.BaseModelCardCallback(defaults.to_dict())
     args = SimpleNamespace(router_mapping=trainer.args.router_mapping or {})
     seen = SimpleNamespace(callback_handler=trainer.callback_handler, loss=_inner(trainer.loss))
     for name in ("train_dataset", "eval_dataset"):
         setattr(seen, name, _for_card(given.get(name)))
     trainer.add_callback(callback)
     drawn = random.getstate()  # examples are drawn; training draws the same with and without a card
-    try:
-        callback.on_init_end(args, trainer.state, trainer.control, model=model, trainer=seen)
-    except Exception as error:  # anything: rows that cannot be read are met here, before training skips them
-        logger.warning(f"the model's card says nothing of the data: {type(error).__name__}: {error}")
-        seen.train_dataset = seen.eval_dataset = None
-        callback.on_init_end(args, trainer.state, trainer.control, model=model, trainer=seen)
-    finally:
-        random.setstate(drawn)
+    with meanwhile(model_card, "tqdm", _without_bar) if trainer.args.disable_tqdm else nullcontext():
+        try:
+            callback.on_init_end(args, trainer.state, trainer.control, model=model, trainer=seen)
+        except Exception as error:  # anything: rows that cannot be read are met here, before training skips them
+            logger.warning(f"the model's card says nothing of the data: {type(error).__name__}: {error}")
+            seen.train_dataset = seen.eval_dataset = None
+            callback.on_init_end(args, trainer.state, trainer.control, model=model, trainer=seen)
+        finally:
+            random.setstate(drawn)
     card.set_losses(parts_of(trainer.loss))
     card.citations |= own_citations(trainer.loss, trainer.args.uses_gradient_cache)
     card.tags = [tag for tag in card.tags if tag.removeprefix("loss:") not in AROUND_OTHERS]
     return True
+
+
+def _without_bar(rows: Any, **options: Any) -> Any:
+    return rows
 
 
 def _for_card(dataset: Any) -> Any:

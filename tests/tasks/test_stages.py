@@ -272,4 +272,4 @@ def test_the_card_has_the_figures_and_the_losses_of_every_stage(digits):
         name = stage["name"]
         assert f"| {name}: answer_accuracy | {stage['before']['answer_accuracy']:.4f} |" in card
         assert f"{name}: {stage['trained_share']:.2%} of the parameters ({stage['trained_parameters']:,} of" in card
-    assert "pictures, 8 x 8 pixels" in card and "AutoModelForImageTextToText.from_pretrained" in card
+    assert "AutoModelForImageTextToText.from_pretrained" in card
