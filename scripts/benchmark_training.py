@@ -30,7 +30,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
