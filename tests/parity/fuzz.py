@@ -60,7 +60,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments  # noqa: E402
 from hf_dist_ext.training.metrics import TIE_TOLERANCE  # noqa: E402
 from hf_dist_ext.training.trainer import DistTrainer  # noqa: E402
 from tests.distributed.forked import Run  # noqa: E402
-from tests.tiny_models import SPECIAL, WORDS, around, tiny_tokenizer
+from tests.tiny_models import SPECIAL, WORDS, around, embed, tiny_tokenizer
 
 LAYERS = 4  # with four or more, the pass without a graph may use wider chunks
 GRADIENT_TOLERANCE = 1e-10
@@ -341,7 +341,7 @@ class Model(nn.Module):
         self.config = self.text.config
 
     def forward(self, values: torch.Tensor | None = None, **features: torch.Tensor) -> torch.Tensor:
-        embeddings = self.text(**features).embeddings if values is None else self.numbers(values)
+        embeddings = embed(self.text, **features) if values is None else self.numbers(values)
         if self.noise and self.training:
             drawn = np.random.standard_normal(embeddings.shape) + random.random()
             embeddings = embeddings + self.noise * torch.from_numpy(drawn)

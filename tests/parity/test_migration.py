@@ -44,8 +44,8 @@ def write_inputs(folder: Path) -> None:
         "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
     }  # fmt: skip
     torch.manual_seed(0)
-    model = embedding_model(config)
-    model.save_pretrained(folder / "models" / "base", tokenizer=tokenizer, max_length=128)
+    model = embedding_model(config, tokenizer=tokenizer)
+    model.save_pretrained(str(folder / "models" / "base"))
 
 
 @pytest.mark.slow
