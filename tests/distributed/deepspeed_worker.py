@@ -47,8 +47,8 @@ CASES = [
     Case("temperature, max_grad_norm", loss=TEMPERATURE, arguments={"max_grad_norm": 1.0}),
     Case("frozen layer", arguments={"frozen_modules": ["encoder.layer.0"]}),
     Case("frozen backbone", arguments={"trainable_modules": ["projection"]}),
-    Case("tower per column", model="named towers"),
-    Case("frozen tower", model="named towers", arguments={"frozen_modules": ["positive"]}),
+    Case("tower per column", model="two alike"),
+    Case("frozen tower", model="two alike", arguments={"frozen_modules": ["document"]}),
     Case("LoRA", model="lora"),
     Case("LoRA and projection", model="lora", arguments={"trainable_modules": ["projection"]}),
 ]
@@ -103,8 +103,9 @@ def make_trainer(folder: str, loss: InfoNCELoss, model=None, collator=None, **ar
 def measure(case: Case) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(
-            folder, InfoNCELoss(temperature=0.1, **case.loss), copy.deepcopy(STARTS[case.name]), **case.arguments
-        )
+            folder, InfoNCELoss(temperature=0.1, **case.loss), copy.deepcopy(STARTS[case.name]),
+            lambda rows: collate(case, rows, rank()), **case.arguments,
+        )  # fmt: skip
         try:
             trainer.train()
         except UsageError as error:

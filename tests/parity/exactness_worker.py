@@ -321,6 +321,7 @@ def build_model(kind: str, distributed_config=None, dtype: torch.dtype = torch.f
         for module in (backbone.embed_tokens, *backbone.layers[: len(backbone.layers) // 2]):
             module.requires_grad_(False)
         return model
+    assert kind in ("bert", "base", "lora"), kind
     model = embedding_model(BERT, projection_dim=16)
     if kind == "lora":
         return with_lora(model, ["query", "value"], dropout=float(option or 0))

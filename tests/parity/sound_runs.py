@@ -20,7 +20,7 @@ from hf_dist_ext.errors import RunError  # noqa: E402
 from hf_dist_ext.training.arguments import DistTrainingArguments  # noqa: E402
 from hf_dist_ext.training.audit import AuditReport  # noqa: E402
 from hf_dist_ext.training.trainer import DistTrainer  # noqa: E402
-from tests.parity.exactness_worker import THREE, Case, build_model, collate  # noqa: E402
+from tests.parity.exactness_worker import ROUTED, THREE, Case, build_model, collate  # noqa: E402
 
 DTYPES = ("float64", "float32", "bf16")
 ACCUMULATED = {"gradient_accumulation_steps": 2}
@@ -28,16 +28,15 @@ PACKED = {"gradient_cache_packing": True}
 # A model of the exactness table -> arguments beside those of `sound_run`.
 MODELS: dict[str, dict] = {
     "bert": {}, "deep": PACKED, "deep:0.2": {}, "dropout": ACCUMULATED, "lora": {}, "lora:0.3": PACKED,
-    "towers": {}, "named towers": {"frozen_modules": ["positive"]}, "towers of two": PACKED, "towers of routes": {},
+    "towers": {}, "two alike": {"frozen_modules": ["document"]}, "two texts": {}, "table and text": {},
     "dense": {"gradient_cache_keep_graph": 2}, "static": {}, "qwen3:16": ACCUMULATED, "llama": {},
-    "half frozen": {}, "xlm-roberta": PACKED, "modernbert": {}, "sentence bert": ACCUMULATED,
-    "sentence base": {"trainable_modules": ["2"]}, "sentence lora": {}, "sentence qwen3:16": PACKED,
+    "half frozen": {}, "xlm-roberta": PACKED, "modernbert": {}, "base": {"trainable_modules": ["projection"]},
 }  # fmt: skip
 
 
 def sound_run(model: str, dtype: str, steps: int, folder: str, audits: bool = True) -> str:
     """What was reported of it; "": nothing."""
-    columns = {name: 1 for name in THREE} if "towers" not in model else {"query": 1, "positive": 1}
+    columns = {name: 1 for name in THREE} if model not in ("towers", *ROUTED) else {"query": 1, "positive": 1}
     case = Case(model, model, columns)
     made = build_model(model, dtype=torch.float64 if dtype == "float64" else torch.float32)
     args = DistTrainingArguments(

@@ -4,7 +4,7 @@ import pytest
 
 from tests.parity import sound_runs
 
-FEW = ["dropout", "lora:0.3", "named towers", "qwen3:16", "sentence bert"]
+FEW = ["dropout", "lora:0.3", "two alike", "qwen3:16", "base"]
 
 
 @pytest.mark.parametrize("dtype", sound_runs.DTYPES)
