@@ -26,7 +26,7 @@ from hf_dist_ext.checkpoints import manifest, model_names, safe_reading, sentenc
 from hf_dist_ext.checkpoints.folder import require_new
 from hf_dist_ext.checkpoints.resume import SHARDED_BY_FSDP, load_whole
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.adapters import CONFIG, adapters_of, base_of, merge_inside, with_adapters
+from hf_dist_ext.models.adapters import CONFIG, adapters_of, base_of, merge_inside, why_not_by_weights, with_adapters
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.models.folders import resolve_folder
 
@@ -218,8 +218,18 @@ def _from_shards(checkpoint: Path, facts: dict, options: dict, trust: bool) -> A
 
 
 def check_can_save_merged(model: nn.Module, will_be_split: bool) -> None:
-    """Before training: the copy that is merged would have to be whole on one process."""
-    if will_be_split and adapters_of(model):
+    """Before training: the copy that is merged would have to be whole on one process, but for LoRA in a model of
+    sentence-transformers, whose weights are gathered and merged."""
+    if not will_be_split or not adapters_of(model):
+        return
+    if is_of_sentence_transformers(model):
+        if (why := why_not_by_weights(model)) is not None:
+            raise UsageError(
+                f"this run's adapters can not be merged at its end: {why}, and under FSDP, ZeRO-3, tensor parallelism "
+                "and in a pipeline only plain LoRA is merged. Train a base that lies in a folder, and leave "
+                "save_full_model off."
+            )
+    else:
         raise UsageError(
             "save_full_model=true with adapters does not work under FSDP, ZeRO-3 and in a pipeline. Turn it off; "
             "hf-dist merge makes the complete model of what the run ends with."

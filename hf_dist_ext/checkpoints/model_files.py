@@ -20,7 +20,7 @@ from hf_dist_ext.checkpoints import commit, loss_state, merge, resume, safe_read
 from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.checkpoints.facts import base_model, dtype_of_base
 from hf_dist_ext.checkpoints.weights import load_in_memory_names
-from hf_dist_ext.models.adapters import adapters_of
+from hf_dist_ext.models.adapters import adapters_of, merged_weights
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies import consensus
 from hf_dist_ext.strategies.base import Strategy
@@ -100,6 +100,12 @@ class ModelFiles:
         is_wanted = base_model(bare) is None if is_of_sentence_transformers(bare) else self.is_part
         return (is_wanted or (self.is_ours and self.args.save_full_model)) and bool(adapters_of(bare))
 
+    @property
+    def _is_apart(self) -> bool:
+        """Whether no process has the whole model."""
+        strategy = self.strategy()
+        return strategy.forwards_are_collective or strategy.is_cut or bool(strategy.split)
+
     # ---- before a run ----
 
     def prepare(self) -> None:
@@ -108,8 +114,8 @@ class ModelFiles:
         if not strategy.has_engine:  # whose weights are no longer whole in a second run
             self._take_settings()  # prompts and lengths may have been changed since the trainer was made
         merges = self.ends_complete and self.are_adapters_merged
-        if self.args.save_full_model or (strategy.is_cut and merges):
-            merge.check_can_save_merged(self.bare_model(), strategy.forwards_are_collective or strategy.is_cut)
+        if self.args.save_full_model or (self._is_apart and merges):
+            merge.check_can_save_merged(self.bare_model(), self._is_apart)
         if self.frozen_digests is None and (self.is_part or self.has_adapters):
             bare = self.bare_model()
             own = trainable.frozen_digests(bare, self._saved_here()) if self.is_part else trainable.base_digests(bare)
@@ -160,8 +166,7 @@ class ModelFiles:
             if self.args.should_save:
                 loss_state.save_arguments(self.args, folder)
                 model: Any = self.bare_model()
-                strategy = self.strategy()
-                if not (writer.is_later or strategy.forwards_are_collective or strategy.is_cut or strategy.split):
+                if not (writer.is_later or self._is_apart):
                     sentence_model.write(model, folder)  # with its settings of now
                     return
                 whole = model.state_dict() if whole is None else whole
@@ -225,6 +230,11 @@ class ModelFiles:
             consensus.together(lambda: self._save_description(folder))
             consensus.together(lambda: self._save_trainable(folder, False, Writer()))
             self._commit(folder, [trainable.WEIGHTS, trainable.FROZEN], facts)
+        elif self.are_adapters_merged and self._is_apart and self._empty is not None:
+            whole = self.whole_weights()
+            if self.args.should_save:
+                with self.strategy().saving_whole(self.model()):
+                    self.write_merged(folder, merged_weights(self.bare_model(), whole))
         elif self.are_adapters_merged:
             if self.args.should_save:
                 merge.save_merged(self.bare_model(), self.processor(), folder)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_dist_ext.errors import UsageError
@@ -44,10 +45,21 @@ def empty_copy(model: Any) -> Any:
     """The model without its weights: parameters and buffers are on the meta device. Call it before wrapping."""
     kept = {id(p): nn.Parameter(_on_meta(p), p.requires_grad) for p in model.parameters()}
     kept |= {id(buffer): _on_meta(buffer) for buffer in model.buffers()}
-    kept |= {id(model.model_card_data): model.model_card_data}  # it knows its trainer
+    kept |= {id(one): one for one in _shared(model)}
     if (inside := model.transformers_model) is not None and any(map(is_sharded, inside.modules())):
         kept[id(inside)] = _made_anew(inside)
+    of_backbone = set() if inside is None else set(inside.modules())
+    for module in set(filter(is_sharded, model.modules())) - of_backbone:  # those of a pipeline's last stage
+        kept[id(module)] = _without_hooks(module, kept)
     return copy.deepcopy(model, kept)
+
+
+def _shared(model: Any) -> list[Any]:
+    """What a copy has in common with its model: the card, which knows its trainer, and handles of hooks, such as
+    transformers' of gradient checkpointing. A handle can not be copied when a pipeline has replaced its module."""
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    candidates = [one for value in attributes for one in (value if isinstance(value, list) else [value])]
+    return [model.model_card_data, *[one for one in candidates if isinstance(one, RemovableHandle)]]
 
 
 def _made_anew(inside: Any) -> nn.Module:
@@ -60,6 +72,15 @@ def _made_anew(inside: Any) -> nn.Module:
     return made
 
 
+def _without_hooks(module: nn.Module, kept: dict[int, Any]) -> nn.Module:
+    """A copy of a module that FSDP2 has taken apart, of the class that it was of before."""
+    made = own_class(module).__new__(own_class(module))
+    for name, value in vars(module).items():
+        if not str(name).startswith("__composable_api"):  # FSDP2's state (torch 2.13, _composable/contract.py)
+            vars(made)[name] = type(value)() if "_hooks" in name else copy.deepcopy(value, kept)
+    return made
+
+
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta")
 
@@ -67,8 +88,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 def save(empty: Any, whole: Mapping[str, torch.Tensor], folder: str | Path, merged: bool = False) -> None:
     """`empty`: of `empty_copy`; `whole`: the model's state dict, which `merged` has no adapters any more. The card is
     written by who knows the run."""
-    shared = (*empty.parameters(), *empty.buffers(), empty.model_card_data)
-    filled = copy.deepcopy(empty, {id(one): one for one in shared})
+    filled = copy.deepcopy(empty, {id(one): one for one in (*empty.parameters(), *empty.buffers(), *_shared(empty))})
     if merged:
         remove_from(filled.transformers_model)
     filled.load_state_dict(dict(whole), assign=True)

@@ -97,6 +97,42 @@ def merge_inside(backbone: Any) -> None:
     remove_from(backbone)
 
 
+def name_without_adapters(name: str) -> str | None:
+    """The name that a parameter of a peft model has in its base; None for an adapter's own."""
+    if ".lora_" in name:
+        return None
+    return name.removeprefix(PREFIX).replace(".base_layer.", ".")
+
+
+def merged_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gathered weights of a model with LoRA -> those of its base with the adapters merged: W + scaling * B A. peft
+    merges in place, which a model can not do that is sharded or cut into stages."""
+    merged = {}
+    for name, value in weights.items():
+        plain = name_without_adapters(name)
+        if plain is None:
+            continue
+        layer, is_adapted, _ = name.rpartition(".base_layer.weight")
+        if is_adapted:
+            module, wide = model.get_submodule(layer), torch.promote_types(value.dtype, torch.float32)
+            down, up = (weights[f"{layer}.lora_{side}.default.weight"].to(wide) for side in "AB")
+            delta = up @ down * module.scaling["default"]
+            value = (value.to(wide) + (delta.T if module.fan_in_fan_out else delta)).to(value.dtype)
+        merged[plain] = value
+    return merged
+
+
+def why_not_by_weights(model: Any) -> str | None:
+    """Why `merged_weights` does not know these adapters; None: it does."""
+    for config in adapters_of(model).values():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind != "LORA":
+            return f"they are {kind} ones"
+        if given := [name for name in ("use_dora", "lora_bias") if getattr(config, name, False)]:
+            return f"{given[0]}=True"
+    return None
+
+
 def remove_from(backbone: Any) -> None:
     """The same model without them."""
     for name, layer in _adapted(backbone):

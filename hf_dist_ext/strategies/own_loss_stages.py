@@ -10,8 +10,8 @@ model: whoever saves, reads or groups parameters by name finds one parameter wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -61,11 +61,6 @@ class StagedModelWithLoss(StagedModel):
     @staticmethod
     def base_of(model: nn.Module) -> nn.Module:
         base = without_adapters(model)
-        if hasattr(base, "tokens"):
-            raise UsageError(
-                f"a pipeline of {type(base).__name__} needs a loss over embeddings, and DistTrainer has none. Give "
-                "loss=InfoNCELoss(), or a causal language model, which has a loss of its own."
-            )
         config = getattr(base, "config", None)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         if kind is None or not isinstance(base, kind):
@@ -87,6 +82,15 @@ class StagedModelWithLoss(StagedModel):
         head_width = getattr(config, "head_dim", None) or width // heads
         attention = 2 * head_width * (heads + config.num_key_value_heads)
         return config.vocab_size / (attention + 3 * config.intermediate_size)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        with self.whole():
+            self.base._is_distributed_loading_by_transformers = False
+            try:
+                yield
+            finally:
+                self.base._is_distributed_loading_by_transformers = True
 
     # ---- a weight of two stages ----
 

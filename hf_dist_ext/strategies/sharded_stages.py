@@ -11,6 +11,7 @@ no hook has anything to do in between.
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -54,6 +55,14 @@ def of(sharding: str | None, modules: Iterable[nn.Module], mesh: Mesh) -> Sharde
     return ShardedStages(modules, mesh.devices[COPIES], FREES[sharding]) if sharding in FREES else None
 
 
+def _shardable(module: nn.Module) -> list[nn.Module]:
+    """The module, or those inside it: FSDP2 gives a module a class of its own, which Python refuses for one of
+    sentence-transformers, whose classes begin with ABC."""
+    if isinstance(module, ABC) and not list(module.parameters(recurse=False)):
+        return list(module.children())
+    return [module]
+
+
 def _units(modules: Sequence[nn.Module]) -> list[list[nn.Module]]:
     """Modules that have a parameter in common (word embeddings and head of a V's first and last stage) are one."""
     units: list[tuple[list[nn.Module], set[nn.Parameter]]] = []
@@ -77,7 +86,7 @@ class ShardedStages:
 
     def __init__(self, modules: Iterable[nn.Module], mesh: Any, frees: bool):
         self.frees = frees
-        modules = [module for module in modules if any(True for _ in module.parameters())]
+        modules = [one for module in modules for one in _shardable(module) if any(True for _ in one.parameters())]
         for unit in _units(modules):
             fully_shard(unit, mesh=mesh, reshard_after_forward=frees)
         # A root, which never runs, so that units share streams and buffers: the model itself runs only on the last

@@ -164,26 +164,18 @@ class StagedModel:
     def base_of(model: nn.Module) -> nn.Module:
         """Without adapters. Raises UsageError when it can not be cut."""
         base = without_adapters(model)
-        if is_chain(base):
-            _check_chain(base)
-            return base
-        if not hasattr(base, "tokens"):
+        if not is_chain(base):
             raise UsageError(
                 f"a pipeline can not be made of {type(base).__name__}: it needs one backbone with a stack of layers. "
                 "Use a SentenceTransformer, or multi_gpu_fsdp."
             )
-        if not getattr(base, "gives_one_vector", True):
-            what = 'pooling="tokens"' if base.pooling == policy.TOKENS else type(base).__name__
-            raise UsageError(
-                "a pipeline's last stage gives one vector per row, and this model gives one per token "
-                f"({what}). Use multi_gpu_ddp or multi_gpu_fsdp."
-            )
+        _check_chain(base)
         return base
 
     @staticmethod
     def backbone_of(base: nn.Module) -> nn.Module:
         """What has the stack of layers."""
-        return base.transformers_model if is_chain(base) else base.backbone
+        return base.transformers_model
 
     @staticmethod
     def head_in_layers(config: Any) -> float:
@@ -246,12 +238,9 @@ class StagedModel:
             features = {name: value for name, value in features.items() if name != "input_ids"}
             features["inputs_embeds"] = hidden
         with self.only(stage):
-            if is_chain(self.base):
-                is_last, features = stage == self.num_stages - 1, dict(features)
-                return self.base(features)[EMBEDDING] if is_last else self.base[0](features)[TOKEN_EMBEDDINGS]
             if stage == self.num_stages - 1:
-                return self.base(**features).embeddings
-            return self.base.tokens(**features)
+                return self.base(dict(features))[EMBEDDING]
+            return self.base[0](dict(features))[TOKEN_EMBEDDINGS]
 
     @property
     def is_checkpointed(self) -> bool:
@@ -286,15 +275,9 @@ class StagedModel:
         finally:
             self.renew()
 
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> contextlib.AbstractContextManager:
         """While inside, `save_pretrained` takes the model for a whole one."""
-        with self.whole():
-            self.base._is_distributed_loading_by_transformers = False
-            try:
-                yield
-            finally:
-                self.base._is_distributed_loading_by_transformers = True
+        return self.whole()
 
 
 def parts_of(base: nn.Module, backbone: nn.Module, firsts: Sequence[int]) -> list[list[StageModule]]:

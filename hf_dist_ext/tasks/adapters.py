@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,34 +108,6 @@ def quantization_of(run: Run, args: Any) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute,
     )
-
-
-BASE = "base_model.model."  # what peft puts before the names of the model it wraps
-
-
-def name_without_adapters(name: str) -> str | None:
-    """The name that a parameter of a peft model has in its base; None for an adapter's own."""
-    if ".lora_" in name:
-        return None
-    return name.removeprefix(BASE).replace(".base_layer.", ".")
-
-
-def merged_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gathered weights of a model with LoRA -> those of its base with the adapters merged: W + scaling * B A. peft
-    merges in place, which a sharded model can not do."""
-    merged = {}
-    for name, value in weights.items():
-        plain = name_without_adapters(name)
-        if plain is None:
-            continue
-        layer, is_adapted, _ = name.rpartition(".base_layer.weight")
-        if is_adapted:
-            module = model.get_submodule(layer)
-            down, up = (weights[f"{layer}.lora_{side}.default.weight"].float() for side in "AB")
-            delta = up @ down * module.scaling["default"]
-            value = (value.float() + (delta.T if module.fan_in_fan_out else delta)).to(value.dtype)
-        merged[plain] = value
-    return merged
 
 
 def _usual_targets(model: nn.Module) -> list[str]:

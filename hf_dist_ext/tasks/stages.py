@@ -31,13 +31,12 @@ from torch import nn
 from hf_dist_ext.checkpoints import manifest, resume
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.plan import plan_freezing
-from hf_dist_ext.models.adapters import adapters_of
+from hf_dist_ext.models.adapters import adapters_of, merged_weights, name_without_adapters
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.run import lease
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.strategies import consensus
 from hf_dist_ext.strategies.tensors import is_split
-from hf_dist_ext.tasks.adapters import merged_weights, name_without_adapters
 from hf_dist_ext.tasks.parts import Parts, build_parts, make_arguments
 from hf_dist_ext.training import measured
 from hf_dist_ext.training.trainer import DistTrainer

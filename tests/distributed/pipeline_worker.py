@@ -143,7 +143,7 @@ def resumed(base: Path, folder: Path, **more) -> dict:
         "facts": {
             name: facts[name]
             for name in ("world_size", "data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size",
-                         "samples_seen", "sharding", "embedding")
+                         "samples_seen", "sharding", "embedder")
         },
         "rows_per_step": trainer.data_position.rows_per_micro_batch,
         "logged_batch": trainer.state.log_history[0]["contrastive_batch_size"],
@@ -217,7 +217,6 @@ def refusals(base: Path, folder: Path) -> dict[str, str]:
     said["other rows"] = said_by(train_on_other_rows)
     said["architecture"] = said_by(lambda: train(distilbert, loss=loss))
     said["towers"] = said_by(lambda: train(nn.Linear(2, 2), loss=loss))
-    said["no loss"] = said_by(lambda: train(distilbert))
     return said
 
 

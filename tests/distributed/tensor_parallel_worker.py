@@ -145,7 +145,7 @@ def resumed(base: Path, folder: Path, **more) -> dict:
                 .abs().max().item() for of in (folder / "end", folder / "merged")
             )  # fmt: skip
         found["whole"] = {name: list(value.shape) for name, value in load_file(folder / "end" / WEIGHTS).items()}
-    elif trainer.saves_complete_model:
+    else:
         whole = loaded(folder / "end").eval()
         rows = collate(list(range(7)))["positive"]
         with torch.no_grad():
@@ -153,8 +153,8 @@ def resumed(base: Path, folder: Path, **more) -> dict:
             found["embeddings_differ"] = (ours - embed(whole, **rows)).abs().max().item()
         found["config"] = json.loads((folder / "end" / "config.json").read_text())
         found["weights_equal"] = all(torch.equal(value, end[name]) for name, value in whole.state_dict().items())
-    else:
-        found["weights"] = sorted(load_file(folder / "end" / "trainable.safetensors"))
+    if (trained := folder / "checkpoint-4" / "trainable.safetensors").is_file():
+        found["weights"] = sorted(load_file(trained))
     return found
 
 

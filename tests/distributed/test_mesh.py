@@ -101,7 +101,7 @@ def test_the_folder_of_the_end_is_whole_and_loads_on_one_process(layout, kind):
     run = found(layout)[kind]
     assert run["embeddings_differ"] < 1e-6
     assert run.get("weights_equal", True)
-    assert run["facts"]["embedding"]["projection_dim"] == 16
+    assert run["facts"]["embedder"]["built"]["projection_dim"] == 16
 
 
 @slow

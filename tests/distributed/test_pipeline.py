@@ -182,7 +182,7 @@ def test_the_folder_of_the_end_is_whole(kind):
     run = found()[kind]
     assert run["embeddings_differ"] < 1e-6
     assert run.get("weights_equal", True)
-    assert run["facts"]["embedding"]["projection_dim"] == 16
+    assert run["facts"]["embedder"]["built"]["projection_dim"] == 16
 
 
 def test_an_update_that_is_not_finite_on_one_stage_is_skipped_on_all():
@@ -248,7 +248,6 @@ def test_an_evaluation_is_that_of_one_process(tmp_path):
         ("other rows", "hold other rows than each other"),
         ("architecture", 'made of "distilbert"'),
         ("towers", "made of Linear"),
-        ("no loss", "needs a loss over embeddings"),
     ],
 )
 def test_what_it_can_not_do_is_refused(what, words):

@@ -42,15 +42,16 @@ def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(groups, ki
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-def test_the_saved_folder_is_whole_and_knows_of_no_groups(groups):
-    run = found(groups)["resumed"]
+@pytest.mark.parametrize("kind", ["resumed", "frozen"])
+def test_the_saved_folder_is_whole_and_knows_of_no_groups(groups, kind):
+    run = found(groups)[kind]
     assert run["weights_equal"]
     assert run["embeddings_differ"] < 1e-6
     assert "distributed_config" not in run["config"]
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-def test_a_frozen_run_saves_whole_tensors_of_what_trains(groups):
+def test_a_checkpoint_of_a_frozen_run_holds_whole_tensors_of_what_trains(groups):
     run = found(groups)["frozen"]
     assert "projection.linear.weight" in run["weights"]
     assert not [name for name in run["weights"] if "embed_tokens" in name or "layers.0" in name]

@@ -20,8 +20,9 @@ from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.data.digits import build_processor
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import RunError, UsageError
+from hf_dist_ext.models.adapters import merged_weights
 from hf_dist_ext.run.config import RunConfig
-from hf_dist_ext.tasks.adapters import adapt, add_adapters, merged_weights
+from hf_dist_ext.tasks.adapters import adapt, add_adapters
 from hf_dist_ext.tasks.image_text import build_model
 from hf_dist_ext.tasks.serving import load_for_serving
 from hf_dist_ext.training import final_model
