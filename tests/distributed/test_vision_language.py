@@ -12,15 +12,18 @@ import signal
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from sentence_transformers import SentenceTransformer
 from torch import nn
+from transformers import AutoProcessor
 
-from hf_dist_ext.data.vision_language_collator import VisionLanguageCollator
+from hf_dist_ext.data.sentence_collator import SentenceCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.metrics import retrieval_metrics
 from hf_dist_ext.training.trainer import DistTrainer
@@ -44,19 +47,23 @@ def rows(processes: int, is_mixed: bool) -> list[dict]:
     return made
 
 
-def build(family: str) -> tuple[SentenceTransformer, VisionLanguageCollator]:
+def build(family: str) -> tuple[SentenceTransformer, SentenceCollator]:
     processor, config = tiny_vision_language(family)
     torch.manual_seed(0)
-    model = embedding_model(config, dtype=torch.float64, pooling="last")
+    with mock.patch.object(AutoProcessor, "from_pretrained", lambda *args, **options: processor):  # without videos
+        model = embedding_model(config, tokenizer=processor, dtype=torch.float64, pooling="last")
     for parameter in model.parameters():
         if not parameter.any() and parameter.dim() > 1:
             nn.init.normal_(parameter.data, std=0.2)  # Gemma's projection would hide the pictures
     prompts = {"query": "find it", "positive": "", "negative": ""}
-    return model, VisionLanguageCollator(processor.tokenizer, COLUMNS, prompts, processor=processor)
+    options = {"tokenizer": model.tokenizer, "processor": processor, "is_of_run": True}
+    return model, SentenceCollator(model.preprocess, COLUMNS, prompts, **options)
 
 
-def whole_batch(model: SentenceTransformer, collate: VisionLanguageCollator, batch: list[dict]) -> dict:
-    return {name: model(**features).embeddings for name, features in collate(batch).items() if name != "ids"}
+def whole_batch(model: SentenceTransformer, collate: SentenceCollator, batch: list[dict]) -> dict:
+    collated = collate(batch)
+    constants = collated.get("constants", {})
+    return {name: embedder_of(model).call(model, collated[name], constants=constants.get(name)) for name in COLUMNS}
 
 
 def errors(folder: Path, family: str, processes: int, is_mixed: bool) -> dict:
