@@ -293,3 +293,8 @@ def live_chunks(schedule: str, ranks: int, per_rank: int, chunks: int, rank: int
         for done in range(min(ahead, everything - 1), min(everything, ahead + per_rank * length))
     }
     return sorted(cases)
+
+
+def records_cuda_graphs(mode: str | None, backend: str | None) -> bool:
+    """Whether `torch.compile` records CUDA graphs, each of which is for chunks of one shape."""
+    return mode in ("reduce-overhead", "max-autotune") or backend == "cudagraphs"

@@ -25,7 +25,6 @@ import torch
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -195,6 +194,20 @@ def _window(length: int, size: int, is_causal: bool, device: torch.device) -> to
     return (distance.abs() < size) & (distance >= 0) if is_causal else distance.abs() < size
 
 
+@functools.cache
+def leave_uncompiled() -> None:
+    """Before a model is compiled. What reads the lengths of rows stays outside of its graphs: they would hold the
+    lengths, and be made again for every chunk."""
+    _register()
+    _register_pooling()
+    for name in ("sdpa", *FLASH):
+        of_padded, of_packed = ALL_ATTENTION_FUNCTIONS[name].args
+        outside = torch.compiler.disable(of_packed, reason="the lengths of its rows")
+        AttentionInterface.register(name, functools.partial(_attention, of_padded, outside))
+    pooling = _pooling()
+    pooling._forward_flattened = torch.compiler.disable(pooling._forward_flattened, reason="the lengths of its rows")
+
+
 # ---- (3) ----
 
 
@@ -202,9 +215,7 @@ def _window(length: int, size: int, is_causal: bool, device: torch.device) -> to
 def _register_pooling() -> None:
     """sentence-transformers 6.2 adds up the tokens of flat rows by `index_add` (Pooling._forward_flattened). On a GPU
     its sums have no fixed order, so pass 3 would not repeat pass 1 bit for bit. Remove when they have."""
-    from sentence_transformers.sentence_transformer.modules import Pooling
-
-    theirs = Pooling._forward_flattened
+    theirs = _pooling()._forward_flattened
 
     def flattened(self: Any, tokens: torch.Tensor, features: dict, prompt_length: int | None = None) -> Any:
         rows, mode = features.get("packed_rows"), self.pooling_mode
@@ -212,7 +223,13 @@ def _register_pooling() -> None:
             return theirs(self, tokens, features, prompt_length=prompt_length)
         return [pool_packed(tokens.squeeze(0), rows, POOLINGS[mode])]
 
-    Pooling._forward_flattened = flattened
+    _pooling()._forward_flattened = flattened
+
+
+def _pooling() -> Any:
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    return Pooling
 
 
 def pool_packed(tokens: torch.Tensor, rows: Any, pooling: str) -> torch.Tensor:
@@ -224,9 +241,3 @@ def pool_packed(tokens: torch.Tensor, rows: Any, pooling: str) -> torch.Tensor:
         return torch.segment_reduce(tokens.to(wide), "mean", offsets=offsets.long(), axis=0)
     places = offsets[:-1] if pooling == "cls" else offsets[1:] - 1
     return tokens[places.long()].to(wide)
-
-
-def padded_again(tokens: torch.Tensor, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(t, H) -> (b, T, H) with T tokens in the longest row, and which of them are real, (b, T)."""
-    is_real = torch.arange(rows.longest, device=tokens.device) < rows.offsets.diff()[:, None]
-    return pad_sequence(tokens.split(rows.lengths), batch_first=True), is_real

@@ -79,7 +79,8 @@ def _packs(given: Mapping[str, Any], config: Mapping[str, Any], attention: str |
     asked, attention = given.get("gradient_cache_packing", "auto"), attention or "sdpa"
     if config["model_type"] not in policy.PACKED_FAMILIES:
         return False
-    if given.get("torch_compile") or attention not in ("sdpa", *policy.FLASH) or not asked:
+    mode, backend = given.get("torch_compile_mode"), given.get("torch_compile_backend")
+    if policy.records_cuda_graphs(mode, backend) or attention not in ("sdpa", *policy.FLASH) or not asked:
         return False
     return asked is True or not policy.why_many_calls(attention, policy.VARLEN_CAPABILITY, is_half, config.get)
 

@@ -24,7 +24,8 @@ from transformers import PreTrainedModel, trainer
 from transformers.utils import logging
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.policy import width_in_buckets
+from hf_dist_ext.models.packing import leave_uncompiled
+from hf_dist_ext.policy import records_cuda_graphs, width_in_buckets
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy, meanwhile
 from hf_dist_ext.training.packing import has_prompt_tokens
@@ -35,14 +36,15 @@ logger = logging.get_logger(__name__)
 # of these again for every kind of layer and tower, and for the sizes that inductor writes other kernels for. Dynamo's
 # own limit, 8, can be reached by that; what is beyond it runs uncompiled, with a warning alone.
 RECOMPILE_LIMIT = 64
-RECORDING_MODES = ("reduce-overhead", "max-autotune")  # with CUDA graphs
 
 
 def prepare(args: Any, plugin: TorchDynamoPlugin) -> None:
     """Before there is an `Accelerator`: what its plugin compiles with. An accelerate YAML can ask for it too."""
     if plugin.backend == DynamoBackend.NO:
         return
-    args.torch_compile = True
+    args.torch_compile, args.torch_compile_mode = True, plugin.mode
+    args.torch_compile_backend = plugin.backend.value.lower()
+    leave_uncompiled()
     plugin.dynamic = plugin.backend != DynamoBackend.NEURON  # which fails to compile for any shape
     from torch._dynamo import config as dynamo  # takes a second
     from torch.fx.experimental import _config as symbols
@@ -58,10 +60,10 @@ def prepare(args: Any, plugin: TorchDynamoPlugin) -> None:
 
 def check(plugin: TorchDynamoPlugin, strategy: Strategy) -> None:
     """UsageError where gradients of several chunks would be added up in the memory of a CUDA graph."""
-    asked = 'torch_compile_backend="cudagraphs"' if plugin.backend == DynamoBackend.CUDAGRAPHS else None
-    if plugin.backend != DynamoBackend.NO and plugin.mode in RECORDING_MODES:
-        asked = f'torch_compile_mode="{plugin.mode}"'
-    if asked is not None and not strategy.adds_up_in_grad:
+    backend, is_on = plugin.backend.value.lower(), plugin.backend != DynamoBackend.NO
+    if is_on and records_cuda_graphs(plugin.mode, backend) and not strategy.adds_up_in_grad:
+        by_mode = records_cuda_graphs(plugin.mode, None)
+        asked = f'torch_compile_mode="{plugin.mode}"' if by_mode else f'torch_compile_backend="{backend}"'
         raise UsageError(
             f"{asked} replays CUDA graphs, and FSDP and DeepSpeed keep the gradients of a step's first chunk where "
             'the replay for the next chunk writes over them. Use torch_compile_backend "inductor" with '
@@ -108,18 +110,18 @@ def has_buckets(args: Any, model: nn.Module) -> bool:
     return args.torch_compile and not has_prompt_tokens(model)
 
 
-def announce(args: Any, strategy: Strategy, model: nn.Module) -> None:
-    """On rank 0 one line before the first steps, which compile for minutes in silence. `model`: without wrappers."""
+def announce(args: Any, strategy: Strategy, model: nn.Module, packs: bool) -> None:
+    """On rank 0 one line before the first steps, which compile for minutes in silence. `model`: without wrappers.
+    `packs`: its chunks may be packed, whose attention is in no graph."""
     if not args.torch_compile or collectives.rank() != 0:
         return
     graphs = "1 graph" if not args.uses_gradient_cache else "2 graphs (without gradients, and with them)"
-    parts = (
-        " for each of its parts, of which layers that are alike are one" if strategy.forwards_are_collective else ""
-    )
+    has_parts = strategy.forwards_are_collective or packs
+    parts = " for each of its parts, of which layers that are alike are one" if has_parts else ""
     text = f"torch_compile: the first steps compile, which may take minutes. Expected are {graphs}{parts}, "
     text += "for chunks of any shape, and a few more where sizes need other kernels."
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if args.torch_compile_mode in RECORDING_MODES and has_buckets(args, model) and longest:
+    if records_cuda_graphs(args.torch_compile_mode, None) and has_buckets(args, model) and longest:
         widths = {width_in_buckets(tokens, args.gradient_cache_width_multiple) for tokens in range(1, longest + 1)}
         text += f" CUDA graphs are recorded for each shape of a chunk, which has one of {len(widths)} widths."
     logger.warning(text)

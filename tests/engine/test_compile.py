@@ -54,7 +54,8 @@ def trained(
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout
-    options = {"gradient_cache_chunk_size": 4, "per_device_train_batch_size": 16} | arguments
+    options = {"gradient_cache_chunk_size": 4, "per_device_train_batch_size": 16, "gradient_cache_packing": False}
+    options |= arguments
     args = DistTrainingArguments(
         output_dir=str(folder), learning_rate=0.0, max_grad_norm=0, report_to=[], save_strategy="no",
         disable_tqdm=True, train_sampling_strategy="sequential", **options,
@@ -67,16 +68,21 @@ def trained(
     return [torch.cat([g.flatten().cpu() for g in of_step.values()]) for of_step in recorder.steps]
 
 
-def test_batches_of_all_lengths_and_an_evaluation_are_compiled_once_per_pass(tmp_path, monkeypatch):
-    monkeypatch.setattr(exactness_worker, "BERT", exactness_worker.BERT | {"num_hidden_layers": 1})
+@pytest.mark.parametrize("packs, layers, graphs_of_run", [(False, 1, 2), (True, 1, 18), (True, 3, 18)])
+def test_batches_of_all_lengths_and_an_evaluation_are_compiled_once_per_pass(
+    tmp_path, monkeypatch, packs, layers, graphs_of_run
+):
+    """Packed chunks in parts between the attentions, which layers share."""
+    monkeypatch.setattr(exactness_worker, "BERT", exactness_worker.BERT | {"num_hidden_layers": layers})
     # aot_eager traces forward and backward as inductor does, and leaves out only the generation of kernels
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "use_cpu": True, "dtype": torch.float64}
     options |= {"per_device_train_batch_size": 7, "num_train_epochs": 2, "eval_strategy": "epoch"}
+    options["gradient_cache_packing"] = packs
     graphs = CompiledGraphs()
     found = trained(tmp_path, 17, [graphs], **options)  # batches of 7, 7 and 3 rows
     assert len(found) == 6
     # the pass without gradients and the one with them; while it trains, Trainer evaluates the model in no wrapper
-    assert graphs.counts == [2] * 8
+    assert graphs.counts == [graphs_of_run] * 8
     kept = trained(tmp_path, 17, gradient_cache_keep_graph=99, **options)
     for own, wanted in zip(found, kept, strict=True):  # dropout: the same masks in the replay
         assert wanted.norm() > 0 and (own - wanted).norm() < 1e-10 * wanted.norm()

@@ -31,9 +31,9 @@ def test_an_accelerate_yaml_compiles_as_the_run_file_does(loss, tmp_path, monkey
     has_loss = loss is not None
     trainer = DistTrainer(model=embedding_model(BERT) if has_loss else torch.nn.Linear(2, 2), args=args, loss=loss)
     assert trainer.accelerator.state.dynamo_plugin.dynamic is has_loss
-    assert trainer.args.torch_compile is has_loss  # so that chunks are padded, in buckets, and embeddings are copied
+    assert trainer.args.torch_compile is has_loss  # so that padded chunks are in buckets, and embeddings are copied
     if has_loss:
-        assert not trainer.step.sizes.may_pack and trainer.step.sizes._limits().has_buckets
+        assert trainer.step.sizes.may_pack and trainer.step.sizes._limits().has_buckets
 
 
 def test_a_yaml_that_compiles_is_refused_where_the_run_file_is(tmp_path, monkeypatch):
@@ -151,7 +151,8 @@ def test_prompt_tokens_leave_no_room_to_widen_chunks():
 
 
 @pytest.mark.parametrize("options, words", [
-    ({}, "Expected are 2 graphs (without gradients, and with them), for chunks"),
+    ({}, "Expected are 2 graphs (without gradients, and with them) for each of its parts"),
+    ({"gradient_cache_packing": False}, "Expected are 2 graphs (without gradients, and with them), for chunks"),
     ({"gradient_cache_chunk_size": None}, "Expected are 1 graph, for chunks"),
     ({"torch_compile_mode": "reduce-overhead"}, "has one of 20 widths."),
 ])  # fmt: skip
