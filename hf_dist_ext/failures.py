@@ -230,8 +230,10 @@ def meet() -> None:
                 raise RunError(f"rank {rank} on {host} ended before the run began: {words}")
             if time.monotonic() - began > MEET_SECONDS:
                 missing = machines - _num_here(store, machines)
-                late = f"{missing} of {machines} machines did not come to {_meeting_place()}"
-                raise RunError(f"{late} within {MEET_SECONDS:.0f} s. {CHECKS}")
+                raise RunError(
+                    f"{missing} of {machines} machines did not come to {_meeting_place()} within "
+                    f"{MEET_SECONDS:.0f} s. {CHECKS}"
+                )
             if launched.rank() == 0 and time.monotonic() > say_at:
                 say_at = time.monotonic() + SAY_SECONDS
                 _say_waiting(f"{machines} machines at {_meeting_place()}, {_num_here(store, machines)} here", began)

@@ -3,9 +3,9 @@
     run = load_run(["--config", "configs/code_search.json", "--learning_rate", "2e-5"])
     run.options.temperature, run.training["learning_rate"], run.echo, run.flat()
 
-The command line goes over the file. Types and bounds are checked, then rules between
-fields (run/rules.py), the checkpoint to resume (checkpoints/folder.py) and stages (run/stages.py). Only the standard
-library is imported, so that errors are instant. The first error is reported.
+The command line goes over the file. Types and bounds are checked, then rules between fields
+(run/rules.py), the checkpoint to resume (checkpoints/folder.py) and stages (run/stages.py). Only the standard library
+is imported, so that errors are instant. The first error is reported.
 """
 
 from __future__ import annotations
@@ -58,13 +58,27 @@ def _from_layers(path: Path, layers: list[tuple[dict[str, Any], str]]) -> Run:
     for layer, origin in layers:
         for name, value in layer.items():
             _check_value(name, value, origin)
-        given |= layer
+        given |= _as_called_now(layer)
     for name, value in given.items():
         _check_bounds(name, value, BOUNDS.get(name, {}), all_fields()[name].type)
     if (preset := PRESET_SHORT_NAMES.get(given.get("accelerate_config"))) is not None:
         echo.append(f"accelerate_config={show(given['accelerate_config'])} -> {show(preset)}")
         given["accelerate_config"] = preset
     return _assemble(path, given, echo)
+
+
+def _as_called_now(layer: dict[str, Any]) -> dict[str, Any]:
+    """transformers 5.23 calls gradient_checkpointing activation_checkpointing, and warns of the old name."""
+    known, now = all_fields(), {}
+    for name, value in layer.items():
+        new = name.replace("gradient_checkpointing", "activation_checkpointing")
+        if new == name or new not in known:
+            now[name] = value
+        elif new in layer and layer[new] != value:
+            raise UsageError(f"{name}={show(value)} and {new}={show(layer[new])} are two names of one field. Keep one.")
+        else:
+            now[new] = value
+    return now
 
 
 def _assemble(path: Path, given: dict[str, Any], echo: list[str]) -> Run:

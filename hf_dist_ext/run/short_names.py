@@ -18,13 +18,14 @@ PRESET_SHORT_NAMES = {
 _ANSWERS = {
     "batch_size micro_batch_size": "Use per_device_train_batch_size, rows of one device.",
     "epochs num_epochs total_steps": "Use num_train_epochs, or max_steps for a number of updates.",
-    "lr warmup_ratio": "Use learning_rate, and warmup_steps, which is a share of all steps when below 1.",
+    "lr": "Use learning_rate.",
+    "warmup_ratio": "Use warmup_steps, which is a share of all steps when below 1.",
     "model_name base_model": "Use model_name_or_path.",
     "checkpoint_dir save_top_k": "Use output_dir for the folder, and save_total_limit for how many checkpoints stay.",
     "precision mixed_precision": 'Use "bf16": true or "fp16": true; without them the run computes in float32.',
     "num_gpus gpus devices num_nodes world_size nproc_per_node": (
-        "Use num_processes, one for each GPU of this machine. Of several machines each runs accelerate launch with "
-        "--num_machines and --machine_rank; hf-dist plan takes --num_devices and --num_nodes."
+        "Use num_processes, one for each GPU of this machine; of several machines each runs accelerate launch with "
+        "--num_machines and --machine_rank. hf-dist plan takes --num_devices 8 --num_nodes 1 --device h100."
     ),
     "strategy use_fsdp zero_stage": 'Use accelerate_config: "ddp", "fsdp", "hsdp", "zero2", "zero3", "tp", "pp".',
     "sharding_strategy fsdp_sharding_strategy": (
@@ -42,12 +43,17 @@ _ANSWERS = {
     "scale loss_type": 'Use loss, and temperature, which is 1 / scale: "loss": "infonce", "temperature": 0.05.',
     "max_seq_length cutoff_len": "Use max_length: one number, or one for each column.",
     "dataset train_file data_path": "Use dataset_name: a file, a folder or a hub id.",
-    "freeze_vision freeze_language freeze_projector freeze_backbone": (
-        'Use frozen_modules, or trainable_modules: ["vision", "language"], of "vision", "language" and "projector".'
+    "freeze_vision freeze_language freeze_projector freeze_backbone freeze_llm tune_mm_mlp_adapter": (
+        'Use frozen_modules or trainable_modules, lists of names: "vision", "language" and "projector" are known in '
+        'vision-language models. "trainable_modules": ["projector"] trains the projector alone.'
+    ),
+    "negatives_cross_device negatives_x_device gather_across_devices": (
+        "Remove it: every row's negatives are those of the whole batch, of all devices (cross_device_negatives)."
     ),
     "lora_rank": "Use lora_r.",
     "log_to_wandb log_to_tensorboard": 'Use "report_to": ["wandb", "tensorboard"].',
-    "evaluation_strategy no_cuda": 'Use eval_strategy, and "use_cpu": true.',
+    "evaluation_strategy": "Use eval_strategy.",
+    "no_cuda": 'Use "use_cpu": true.',
     "group_by_length": "Remove it: rows of a batch are sorted by length before they are cut (gradient_cache_sort).",
     "token_dim": 'Use "loss": "late_interaction" with projection_dim: the dimensions of token vectors.',
     "config_override": "Write --FIELD VALUE, for any field of the run file.",

@@ -10,11 +10,13 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, CLIPConfig
 
 from hf_dist_ext.data.digits import build_processor
-from hf_dist_ext.planner import data_seen, pictures
+from hf_dist_ext.planner import described
 from hf_dist_ext.planner.catalog import GIB, Hardware
 from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.run.help import json_schema
 from hf_dist_ext.run.read import load_run
+from hf_dist_ext.tasks import trace_pictures
+from tests.tiny_models import CHECKPOINTING
 from tests.tiny_processors import tiny_vision_language
 from tests.tiny_vision_language import tiny_llava
 
@@ -61,7 +63,7 @@ def test_a_run_file_at_real_size_is_read_checked_and_planned(name, model, preset
     jsonschema.Draft202012Validator(json_schema()).validate(fields)
     assert fields["bf16"] and fields["model_name_or_path"].count("/") == 1
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pictures, "PICTURE", 32)  # the tiny model's rows have no room for more
+    monkeypatch.setattr(trace_pictures, "PICTURE", 32)  # the tiny model's rows have no room for more
     Path("data/pictures").mkdir(parents=True)
     Path("data/pages").mkdir()
     for folder in ("data/pictures", "data/pages"):
@@ -73,7 +75,7 @@ def test_a_run_file_at_real_size_is_read_checked_and_planned(name, model, preset
     model(Path("model"))
     run = load_run(["--config", str(FOLDER / f"{name}.json"), "--model_name_or_path", "model"])
     for stage in run.stages or [run]:
-        data_seen.check(stage)
+        described.check_data(stage)
         assert stage.options.accelerate_config == preset and stage.training["bf16"]
     plan = make_plan(run, Hardware(num_devices=8, memory_bytes=80 * GIB), may_halve_frozen=False)
     assert plan.best is not None and preset not in [one.preset for one in plan.options if one.why_not], plan.reasons
@@ -81,9 +83,7 @@ def test_a_run_file_at_real_size_is_read_checked_and_planned(name, model, preset
     share = sum(one.elements for one in parameters if one.trains) / sum(one.elements for one in parameters)
     assert share == 1.0 if trains == 1.0 else 0 < share < trains
     if run.stages:
-        assert run.stages[1].training["gradient_checkpointing"] and not run.stages[0].training.get(
-            "gradient_checkpointing"
-        )
+        assert [bool(stage.training.get(CHECKPOINTING)) for stage in run.stages] == [False, True]
 
 
 def test_every_run_file_of_the_folder_is_tested():
