@@ -69,7 +69,7 @@ def writes_runs_in(tmp_path: Path):
 def test_a_run_on_local_files_ends_with_a_model_others_load(main, run_file, tmp_path, capsys):
     main(["--config", run_file(), "--learning_rate", "1e-3"])
     printed = capsys.readouterr().out
-    assert "per_device_train_batch_size" in printed and "EmbeddingModel.from_pretrained" in printed
+    assert "EmbeddingModel.from_pretrained" in printed
     report = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert report["world_size"] == 1 and report["contrastive_batch_size"] == 16 and report["num_chunks"] == 13
     assert set(report["before"]) == set(report["after"]) == {"mrr@10", "ndcg@10", "recall@1", "recall@10"}

@@ -75,7 +75,8 @@ def _as_called_now(layer: dict[str, Any]) -> dict[str, Any]:
         if new == name or new not in known:
             now[name] = value
         elif new in layer and layer[new] != value:
-            raise UsageError(f"{name}={show(value)} and {new}={show(layer[new])} are two names of one field. Keep one.")
+            values = f"{name}={show(value)} and {new}={show(layer[new])}"
+            raise UsageError(f"{values} are two names of one field. Keep one.")
         else:
             now[new] = value
     return now
