@@ -144,17 +144,19 @@ def _parse_command_line(argv: list[str]) -> tuple[Path, dict[str, Any], set[str]
 def _type_of(name: str, origin: str) -> Type:
     if name in all_fields():
         return all_fields()[name].type
-    near = difflib.get_close_matches(name, all_fields(), 1, 0.5)
-    hint = MEANINGS.get(name) or (f"Closest: {json.dumps(near[0])}." if near else "See --help for all fields.")
+    inner = name.rpartition(".")[2]  # as Hydra and OmegaConf name a field of a block
+    near = difflib.get_close_matches(inner, all_fields(), 1, 0.5)
+    hint = MEANINGS.get(inner) or (f"Closest: {json.dumps(near[0])}." if near else "See --help for all fields.")
     raise UsageError(f'Unknown field {json.dumps(name)} in {origin}. {hint} (A comment begins with "_".)')
 
 
 def _check_value(name: str, value: Any, origin: str) -> None:
     if isinstance(value, dict) and (name not in all_fields() or name == "fsdp"):
         inner = next(iter(value), "learning_rate")
+        answers = "".join(f" {json.dumps(one)}: {MEANINGS[one]}" for one in value if one in MEANINGS)
         raise UsageError(
             f"{name}={show(value)} in {origin} is a block, and the run file is flat: write {json.dumps(inner)} and "
-            f"what stands beside it without {json.dumps(name)} around them."
+            f"what stands beside it without {json.dumps(name)} around them.{answers}"
         )
     alternatives = _type_of(name, origin)
     if accepts(alternatives, value):

@@ -511,6 +511,26 @@ def test_a_block_of_fields_is_answered_with_the_flat_form(load, block):
     assert load(fsdp="full_shard").training["fsdp"] == "full_shard"
 
 
+def test_foreign_names_inside_of_a_block_are_answered_too(load):
+    assert '"lr": Use learning_rate.' in error_of(load, training={"seed": 1, "lr": 1e-4})
+    for name, answer in (("lr", "Use learning_rate."), ("learnin_rate", 'Closest: "learning_rate"')):
+        assert answer in error_of(load_run, ["--config", "run.json", f"--training.{name}", "1"])
+
+
+def test_both_names_of_activation_checkpointing_are_one_field(load, recwarn):
+    from transformers import TrainingArguments
+
+    from tests.tiny_models import CHECKPOINTING
+
+    run = load(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert run.given[CHECKPOINTING] and run.training[f"{CHECKPOINTING}_kwargs"] == {"use_reentrant": False}
+    assert getattr(TrainingArguments(**run.training, use_cpu=True), CHECKPOINTING)
+    assert not [one for one in recwarn if "deprecated" in str(one.message)]
+    if CHECKPOINTING == "activation_checkpointing":
+        with pytest.raises(UsageError, match="two names of one field"):
+            load(gradient_checkpointing=True, activation_checkpointing=False)
+
+
 def test_a_scale_in_the_place_of_a_temperature_is_recognized(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(MINIMAL))
     words = ["--config", str(tmp_path / "run.json"), "--temperature", "20"]
