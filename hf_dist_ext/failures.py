@@ -236,7 +236,8 @@ def meet() -> None:
                 )
             if launched.rank() == 0 and time.monotonic() > say_at:
                 say_at = time.monotonic() + SAY_SECONDS
-                _say_waiting(f"{machines} machines at {_meeting_place()}, {_num_here(store, machines)} here", began)
+                came = _num_here(store, machines)
+                _say_waiting(f"{machines} machines at {_meeting_place()}, {came} came", began)
             time.sleep(0.5)
     except RuntimeError as error:
         if isinstance(error, RunError):

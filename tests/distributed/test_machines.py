@@ -116,7 +116,7 @@ def test_who_waits_says_for_how_many_machines_and_not_for_ever(monkeypatch, caps
     with pytest.raises(RunError, match=f"1 of 2 machines did not come to 127.0.0.1:{store.port}.*SOCKET_IFNAME"):
         failures.meet()
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith(f"hf-dist: waiting for 2 machines at 127.0.0.1:{store.port}, 1 here, ")
+    assert said[0].startswith(f"hf-dist: waiting for 2 machines at 127.0.0.1:{store.port}, 1 came, ")
     assert len(said) == 1  # and not again before SAY_SECONDS
 
 

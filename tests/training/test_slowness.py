@@ -1,5 +1,7 @@
 """A run says what makes it slow, by its own figures, and which field changes it."""
 
+import re
+
 import pytest
 
 from hf_dist_ext.training import console, slowness
@@ -47,3 +49,19 @@ def test_a_run_says_at_its_end_what_made_it_slow(main, run_file, capsys, monkeyp
     main(["--config", run_file(), "--logging_steps", "1"])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("slow  ")]
     assert "waited for data in " in line and "dataloader_num_workers (now 0)" in line
+
+
+def test_a_long_run_says_it_once_an_hour_of_the_figures_since_the_last_time(main, run_file, capsys, monkeypatch):  # noqa: F811
+    heard = []
+    monkeypatch.setattr(console, "HOUR", 0)
+    monkeypatch.setattr(console, "SHORT", float("inf"))
+    monkeypatch.setattr(slowness, "why_slow", lambda figures, facts: heard.append(figures.get("loss")) or ["too slow"])
+    main(["--config", run_file(), "--logging_steps", "1", "--max_steps", "3"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("slow  ", "step "))]
+    told = [
+        (loss[1], after)
+        for line, after in zip(lines, lines[1:], strict=False)
+        if (loss := re.match(r"step +\d/3  loss (\S+)", line))
+    ]
+    assert len(told) == 3 and {line for _, line in told} == {"slow    too slow"}
+    assert [loss for loss, _ in told] == [f"{loss:.4g}" for loss in heard if loss is not None], "a step's own figures"
