@@ -17,7 +17,7 @@ from hf_dist_ext import cli, train
 def test_the_schema_is_printed_as_json(capsys):
     cli.main(["config", "--schema"])
     schema = json.loads(capsys.readouterr().out)
-    assert {"temperature", "learning_rate", "batch_size"} <= set(schema["properties"])
+    assert {"temperature", "learning_rate", "per_device_train_batch_size"} <= set(schema["properties"])
 
 
 def test_a_run_is_explained_with_its_overrides(tmp_path, capsys):
@@ -26,14 +26,21 @@ def test_a_run_is_explained_with_its_overrides(tmp_path, capsys):
         json.dumps({"dataset_name": "code-search", "model_config": {"model_type": "bert"}, "hub_token": "hf_x"}),
         encoding="utf-8",
     )
-    words = ["--batch_size", "8", "--gradient_accumulation_steps=2", "--accelerate_config", "ddp", "--use_cpu"]
+    words = [
+        "--per_device_train_batch_size",
+        "8",
+        "--gradient_accumulation_steps=2",
+        "--accelerate_config",
+        "ddp",
+        "--use_cpu",
+    ]
     cli.main(["config", str(path), *words])
     said, brace, text = capsys.readouterr().out.partition("{")
     said, text = said.splitlines(), brace + text
-    assert said[1] == "# batch_size=8 -> per_device_train_batch_size=8"
-    assert said[2:] == [
+    assert said[0] == '# accelerate_config="ddp" -> "multi_gpu_ddp"'
+    assert said[1:] == [
         "# processes: 2 (multi_gpu_ddp), no GPU visible: on the CPU",
-        "# over the file: batch_size, gradient_accumulation_steps, accelerate_config, use_cpu",
+        "# over the file: per_device_train_batch_size, gradient_accumulation_steps, accelerate_config, use_cpu",
         f"# data: code-search, built in. Rows were not looked at; hf-dist train {path} --max_steps 1 --output_dir NEW "
         "checks them all.",
         "# batch: 32 rows per update = 8 x 2 devices x 2 accumulated",
@@ -49,6 +56,8 @@ def test_a_run_is_explained_with_its_overrides(tmp_path, capsys):
     ({"streaming": True, "train_sampling_strategy": "sequential"}, ["a stream, as its files have it"]),
     ({"trainable_modules": ["projection"], "no_duplicates_in_batch": False, "gradient_cache_chunk_tokens": 64},
      ["trains: only projection", "random, seed 42\n", "chunks of 64 tokens"]),
+    ({"lr_scale_rule": "sqrt", "lr_base_batch_size": 2, "learning_rate": 1e-5},
+     ["learning rate: 2e-05, from 1e-05 for 2 rows (sqrt)"]),
     ({"use_lora": True, "lora_r": 4}, ["trains: adapters of rank 4"]),
     ({"accelerate_config": "multi_gpu_pp"}, ["processes: none here. multi_gpu_pp starts processes for pipelines"]),
 ])  # fmt: skip

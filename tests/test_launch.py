@@ -182,7 +182,7 @@ TP |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE"
         (DDP, {"accelerate_config": "auto"}, 2, []),
         (DDP, {"accelerate_config": "ddp", "num_processes": 2}, 2, []),
         (FSDP2, {"accelerate_config": "fsdp"}, 2, []),
-        (FSDP2, {"use_fsdp": True}, 0, ["on the CPU over gloo"]),
+        (FSDP2, {"accelerate_config": "fsdp"}, 0, ["on the CPU over gloo"]),
         (DDP | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, {"accelerate_config": "ddp"}, 1, []),
         (DDP, {}, 8, ["2 of 8 visible GPUs"]),
         (DDP, {"accelerate_config": "fsdp"}, 2, ["started DDP on 2", 'asks for accelerate_config="multi_gpu_fsdp"']),

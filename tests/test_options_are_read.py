@@ -112,7 +112,8 @@ def test_the_devices_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
     ({"model_name_or_path": "tests/task", "model_config": ..., "tokenizer_name": ...},
      'Model "tests/task" is neither a folder here nor available from the hub (OfflineModeIsEnabled). Closest: "te'),
     ({"model_config": model_config("bert") | {"vocab_size": 20}}, "model_config has vocab_size 20, and the tokenizer"),
-    ({"batch_size": 1, "columns": {"query": "question", "positive": "answer"}}, "the batch of all devices is one row"),
+    ({"per_device_train_batch_size": 1,
+    "columns": {"query": "question", "positive": "answer"}}, "the batch of all devices is one row"),
     ({"columns": {"query": "question"}}, 'columns={"query": "question"} names 1 column. A query and its positive'),
     ({"load_best_model_at_end": True, "eval_strategy": "no", "save_strategy": "no"},
      'load_best_model_at_end=true, but eval_strategy is "no"'),
@@ -180,7 +181,7 @@ def test_every_optimizer_that_is_not_torchs_has_its_package():
 def test_a_precision_that_is_switched_off_is_not_switched_on_by_the_yaml(main, run_file, monkeypatch, capsys):  # noqa: F811
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(SystemExit):
-        main(["--config", run_file(mixed_precision="no")])
+        main(["--config", run_file(bf16=False)])
     assert "bf16=false, but mixed_precision of the accelerate YAML is bf16" in capsys.readouterr().err
 
 

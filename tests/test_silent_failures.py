@@ -146,7 +146,7 @@ def test_a_frozen_tower_is_not_back_propagated_where_checkpointing_makes_trainer
 
 
 def test_fsdps_own_checkpointing_is_refused_where_names_decide_what_trains():
-    with pytest.raises(UsageError, match='"use_gradient_checkpointing": true'):
+    with pytest.raises(UsageError, match='"gradient_checkpointing": true'):
         fsdp.check_names(SimpleNamespace(activation_checkpointing=True))
     fsdp.check_names(SimpleNamespace(activation_checkpointing=False))
 

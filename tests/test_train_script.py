@@ -54,7 +54,8 @@ def writes_runs_in(tmp_path: Path):
             "_": "a comment", "model_config": model_config("bert"), "tokenizer_name": str(tmp_path / "tokenizer"),
             "dataset_name": str(tmp_path / "rows.jsonl"), "eval_holdout": 8, "prompts": {"query": "search : "},
             "columns": {"query": "question", "positive": "answer", "negative": "wrong"},
-            "batch_size": 16, "gradient_cache_chunk_size": 5, "max_steps": 3, "output_dir": str(tmp_path / "out"),
+            "per_device_train_batch_size": 16,
+            "gradient_cache_chunk_size": 5, "max_steps": 3, "output_dir": str(tmp_path / "out"),
             "learnable_temperature": True, "projection_dim": 16, "save_steps": 2, "logging_steps": 1, "use_cpu": True,
             "disable_tqdm": True, "report_to": "none",
         }  # fmt: skip
@@ -68,7 +69,7 @@ def writes_runs_in(tmp_path: Path):
 def test_a_run_on_local_files_ends_with_a_model_others_load(main, run_file, tmp_path, capsys):
     main(["--config", run_file(), "--learning_rate", "1e-3"])
     printed = capsys.readouterr().out
-    assert "per_device_train_batch_size" in printed and "import SentenceTransformer" in printed
+    assert "import SentenceTransformer" in printed
     report = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert report["world_size"] == 1 and report["contrastive_batch_size"] == 16 and report["num_chunks"] == 13
     assert set(report["before"]) == set(report["after"]) == {"mrr@10", "ndcg@10", "recall@1", "recall@10"}
@@ -205,7 +206,7 @@ def test_a_stream_is_trained_on_in_the_order_of_the_seed(main, run_file, tmp_pat
 @pytest.mark.parametrize("change, words", [
     ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl"),
     ({"columns": {"query": "question", "positive": "anwser"}}, "answer"),
-    ({"batch_size": 1000}, "fewer than one global batch"),
+    ({"per_device_train_batch_size": 1000}, "fewer than one global batch"),
     ({"tokenizer_name": "no/such/folder"}, "tokenizer"),
     ({"tokenizer_name": ...}, "tokenizer_name"),
     ({"gradient_cache_chunk_size": 0}, "gradient_cache_chunk_size"),
@@ -359,7 +360,7 @@ NEWEST, OVER = ["--resume_from_checkpoint", "true"], ["--overwrite_output_dir"]
     (["--resume_from_checkpoint", "{out}/checkpoint-9"], {}, "no such folder"),
     (OVER, {"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl"),
     (OVER, {"columns": {"query": "question", "positive": "anwser"}}, "answer"),
-    ([*OVER, "--batch_size", "1000"], {}, "fewer than one global batch"),
+    ([*OVER, "--per_device_train_batch_size", "1000"], {}, "fewer than one global batch"),
     ([*OVER, "--tokenizer_name", "no/such/folder"], {}, "tokenizer"),
     (OVER, {"model_config": {"model_type": "bort"}}, "bort"),
     ([*OVER, "--report_to", "wandbb"], {}, "wandbb"),
@@ -400,7 +401,7 @@ def test_a_folder_that_another_run_holds_is_left_as_it_was_and_said_to_be_in_use
 def test_a_refused_start_leaves_no_folder_of_its_own(main, trained, capsys):
     folder, write = trained
     before = state_of(folder)
-    for change in ({"dataset_name": "nowhere.jsonl"}, {"batch_size": 1000}):
+    for change in ({"dataset_name": "nowhere.jsonl"}, {"per_device_train_batch_size": 1000}):
         with pytest.raises(SystemExit):
             main(["--config", write(output_dir=str(folder / "new" / "one"), **change)])
         write()

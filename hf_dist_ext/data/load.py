@@ -127,7 +127,7 @@ def load_datasets(
         )
     train = first_rows(train, run.max_train_samples)
     if isinstance(train, IterableDataset) and seed is not None:
-        train = train.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_ROWS)
+        train = train.shuffle(seed=seed, buffer_size=run.shuffle_buffer_rows or SHUFFLE_BUFFER_ROWS)
     return train, first_rows(evaluation, run.max_eval_samples) if evaluation is not None else None
 
 

@@ -48,7 +48,7 @@ class Group:
         return max((_depth(root) for root in self.roots if _is_below(parameter, root)), default=0)
 
 
-# What the towers of a dual encoder are called in a vision-language model (freeze_vision, freeze_language).
+# What the towers of a dual encoder are called in a vision-language model.
 TOWERS = {"vision": "image", "language": "text"}
 
 

@@ -33,9 +33,10 @@ from hf_dist_ext.planner.catalog import (
     refusal,
     tensor_parallel_size,
 )
+from hf_dist_ext.planner.devices import CARDS, CPU
 from hf_dist_ext.planner.memory import Settings, is_chunked, model_of
 from hf_dist_ext.planner.plan import MOST_ROWS, Estimate, Most, Option, Plan, changes_for
-from hf_dist_ext.planner.reasons import explain, explain_halves, explain_stages
+from hf_dist_ext.planner.reasons import explain, explain_halves, explain_precision, explain_stages
 from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.planner.workload import Workload, with_batch
 from hf_dist_ext.run import deepspeed_install
@@ -55,7 +56,8 @@ def make_plan(
     run: Run, hardware: Hardware, available: Collection[str] | None = None, may_halve_frozen: bool = True
 ) -> Plan:
     """The plan of a parsed run. `available`: presets to choose from, those of this package by default.
-    `may_halve_frozen`: where nothing else fits the devices, plan with frozen weights in bfloat16.
+    `may_halve_frozen`: where nothing else fits the devices, plan with frozen weights in bfloat16, and say what half
+    precision would take; without it, as at a start, the run is planned as it stands.
 
     Raises UsageError where the model's configuration is not to be had, or it does not run without values.
     """
@@ -71,6 +73,13 @@ def make_plan(
             plan = of_half
             plan.presumed = half
             plan.changes = changes_for(plan, plan.best)
+    if may_halve_frozen and hardware.card != CPU:
+        card = CARDS.get(hardware.card or "")
+        half = "bf16" if card is None or card.has_bf16 else "fp16"
+        of_half = None
+        if run.options.dtype in (None, "float32") and not (run.given.get("bf16") or run.given.get("fp16")):
+            of_half = plan_workload(traced(replace(run, given=run.given | {half: True})), hardware, available)
+        explain_precision(plan, run.given, half, of_half)
     plan.run = run
     return plan
 

@@ -47,6 +47,7 @@ def words(run: Run, processes: str, groups: int, given_over_file: list[str]) -> 
         of_stage = f" of stage {one.name}" if run.stages else ""
         said |= {
             f"batch{of_stage}": _batch(one, groups),
+            f"learning rate{of_stage}": _rate(one, groups),
             f"order of rows{of_stage}": _order(one),
             f"trains{of_stage}": _trains(one),
         }
@@ -62,6 +63,15 @@ def _batch(run: Run, groups: int) -> str:
     text = f"{each * groups * accumulated:,} rows per update = {each:,} x {groups} devices x {accumulated} accumulated"
     chunks = [f"{run.given[name]} {unit}" for name, unit in CHUNKS.items() if run.given.get(name) is not None]
     return text + (f"; chunks of {', '.join(chunks)}" if chunks else "")
+
+
+def _rate(run: Run, groups: int) -> str:
+    """As training/learning_rate.py scales it; nothing where it is as given."""
+    rule, base, given = (_value(run, name) for name in ("lr_scale_rule", "lr_base_batch_size", "learning_rate"))
+    if rule == "none" or not base:
+        return ""
+    factor = _value(run, "per_device_train_batch_size") * groups * _value(run, "gradient_accumulation_steps") / base
+    return f"{given * (factor**0.5 if rule == 'sqrt' else factor):.4g}, from {given:.4g} for {base:,} rows ({rule})"
 
 
 def _order(run: Run) -> str:

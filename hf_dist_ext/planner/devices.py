@@ -51,6 +51,7 @@ class Card:
     interconnect: str
     source: str  # of `half` and `single`
     words: tuple[str, ...]  # in the driver's name of the card
+    has_bf16: bool = True
 
     @property
     def memory_gib(self) -> float:
@@ -76,8 +77,8 @@ CARDS = {  # the first one counts whose words are all in a driver's name
     "a10": Card(23028, 125e12, 31.2e12, "pcie", "NVIDIA A10 data sheet", ("A10",)),
     "4090": Card(24564, 165.2e12, 82.6e12, "pcie", ADA, ("4090",)),
     "3090": Card(24576, 71e12, 35.6e12, "pcie", AMPERE, ("3090",)),
-    "v100-32": Card(32768, 125e12, 15.7e12, "nvlink", "NVIDIA V100 data sheet, SXM2", ("V100", "32GB")),
-    "t4": Card(15360, 65e12, 8.1e12, "pcie", "NVIDIA T4 data sheet", ("T4",)),
+    "v100-32": Card(32768, 125e12, 15.7e12, "nvlink", "NVIDIA V100 data sheet, SXM2", ("V100", "32GB"), False),
+    "t4": Card(15360, 65e12, 8.1e12, "pcie", "NVIDIA T4 data sheet", ("T4",), False),
 }
 
 

@@ -20,6 +20,7 @@ ENOUGH_CHUNKS = 10  # per rank of a pipeline
 MANY = 8  # stages
 NEARLY_AS_QUICK = 1.1  # as planner/choose.py takes steps to be equally long
 LOADS_WHOLE = ("multi_gpu_fsdp", "multi_gpu_hsdp")  # presets whose processes read all weights, and then shard them
+SAVES_NOTHING = 0.9  # of the seconds of a reduction
 POINTLESS = 0.1  # a reduction shorter than this share of the arithmetic hides behind it
 
 
@@ -139,7 +140,7 @@ def _why_shared(plan: Plan, best: Option) -> str:
     fixed = stands.total - stands.activations - stands.embeddings
     what = "fits only with changes" if simplest.fitted is not None else "does not fit"
     if simplest.fits:
-        what = "fits too, but its step is longer"
+        what = f"fits too, but {simplest.why_not or 'its step is longer'}"
     return (
         f"{simplest.strategy.name} {what}: {gib(fixed)} before any activation, {gib(stands.total)} in "
         f"all, of {gib(plan.hardware.memory_bytes)}. {best.strategy.name} ({best.strategy.in_words}) needs "
@@ -226,6 +227,8 @@ def _compression(plan: Plan, best: Option) -> str:
     if hook:
         warmup = ", after its warm-up steps" if hook == "power_sgd" else ""
         return f'{beside}; ddp_comm_hook="{hook}" makes it {_seconds(less)}{warmup}.'
+    if less > SAVES_NOTHING * whole:
+        return f"{beside}: they are in half precision already, so that compressing them saves nothing."
     return f'{beside}: "ddp_comm_hook": "fp16" would make it {_seconds(less)}, and round them.'
 
 
@@ -244,6 +247,20 @@ def explain_halves(plan: Plan, as_it_stands: Plan) -> None:
         f'With frozen weights in float32, {gib(frozen)}, {stands}. "dtype": "bfloat16" halves them: autocast computes '
         "with them in bfloat16 anyhow, and what trains stays float32. What follows is with it.",
     )
+
+
+def explain_precision(plan: Plan, given: Mapping[str, Any], half: str, of_half: Plan | None) -> None:
+    """`half`: the field of the devices' half precision; `of_half`: the plan with it, where the run is in float32."""
+    if given.get("bf16") and half == "fp16":
+        plan.reasons.append(
+            f'A {plan.hardware.card} multiplies in float16, not in bfloat16: "fp16" in place of "bf16".'
+        )
+    if of_half is None or of_half.best is None:
+        return
+    other, best = of_half.best, plan.best
+    says = f'"{half}": true would take {_seconds(other.seconds)} per step and {gib(other.shown.total)}'
+    than = "" if best is None else f" instead of {_seconds(best.seconds)} and {gib(best.shown.total)}"
+    plan.reasons.append(f"The run computes in float32. {says}{than} ({other.strategy.name}).")
 
 
 def explain_stages(plan: Plan) -> None:

@@ -136,6 +136,9 @@ class RunConfig:
     )
     image_folder: str | None = option(None, "Folder that the image files named in the data start in.")
     streaming: bool = option(False, "Read the dataset while training instead of before.")
+    shuffle_buffer_rows: int | None = option(
+        None, "Rows of a stream that are held and drawn from at random, 10,000 unless given. More mix files better."
+    )
     max_train_samples: int | None = option(None, "Train on the first rows only.")
     max_eval_samples: int | None = option(None, "Evaluate on the first rows only.")
     generate_max_new_tokens: int | None = option(
@@ -235,6 +238,7 @@ BOUNDS: dict[str, dict[str, Any]] = {  # in the words of JSON Schema; the items 
     **dict.fromkeys(_SEEDS, {"minimum": 0, "exclusiveMaximum": 2**32}),  # numpy takes no larger one
     **dict.fromkeys(_SHARES, {"minimum": 0, "exclusiveMaximum": 1}),
     "matryoshka_dims": {"minimum": 1, "minItems": 1},
+    "shuffle_buffer_rows": {"minimum": 1},
     "max_steps": {"minimum": -1},
     "ddp_timeout": {"minimum": 1, "exclusiveMaximum": 2**31},
     "dataloader_prefetch_factor": {"minimum": 1, "exclusiveMaximum": 2**16},  # DataLoader counts to it at the start
@@ -264,7 +268,7 @@ def all_fields() -> dict[str, Field]:
 @dataclass
 class Run:
     """A parsed run. `training` holds what was given of TrainingArguments and our training fields, and output_dir;
-    `echo` the short names that were mapped, a line each; `given` all that was set, by long name."""
+    `echo` the short name of a preset that was mapped; `given` all that was set."""
 
     path: Path
     options: RunConfig

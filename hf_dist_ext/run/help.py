@@ -7,8 +7,8 @@ from typing import Any
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import BOUNDS, all_fields
-from hf_dist_ext.run.fields import UNKNOWN, describe, parse_type, schema_of, show
-from hf_dist_ext.run.short_names import PRESET_SHORT_NAMES, SHORT_BOUNDS, SHORT_NAMES
+from hf_dist_ext.run.fields import UNKNOWN, describe, schema_of, show
+from hf_dist_ext.run.short_names import PRESET_SHORT_NAMES
 
 _USAGE = """\
 usage: hf-dist train RUN.json [--field value ...]
@@ -18,7 +18,6 @@ The run file is one flat JSON or YAML object: any field of the sections below. A
 On the command line every field is --field value: --field alone is true, a list is several words or JSON, an object is
 JSON, null is null.
 """
-_SHORT = "Short names"
 
 
 def help_text(section: str | None = None) -> str:
@@ -26,18 +25,17 @@ def help_text(section: str | None = None) -> str:
     groups: dict[str, list[str]] = {}
     for one in all_fields().values():
         groups.setdefault(one.group, []).append(one.name)
-    names = [*groups, _SHORT]
     if section is None:
         lines = [
             _USAGE,
             "Sections: --help SECTION prints one (the beginning of its name is enough), --help all all.",
             "",
         ]
-        lines += [f"  {name:36}{_beginning(groups.get(name) or [*SHORT_NAMES])}" for name in names]
+        lines += [f"  {name:36}{_beginning(groups[name])}" for name in groups]
         return "\n".join(lines)
-    wanted = [name for name in names if section == "all" or name.lower().startswith(section.lower())]
+    wanted = [name for name in groups if section == "all" or name.lower().startswith(section.lower())]
     if not wanted:
-        raise UsageError(f"--help {section}: there is no such section. Those there are: {', '.join(names)}, or all.")
+        raise UsageError(f"--help {section}: there is no such section. Those there are: {', '.join(groups)}, or all.")
     return "\n".join([_USAGE, *(line for name in wanted for line in _section(name))])
 
 
@@ -54,9 +52,6 @@ def _section(name: str) -> list[str]:
             default = "" if one.default == UNKNOWN else f", default {show(one.default)}"
             lines.append(f"  --{one.name}: {takes if len(takes) < 80 else takes[:76] + ' ...'}{default}")
             lines += textwrap.wrap(one.help, 110, initial_indent="      ", subsequent_indent="      ")
-    if name == _SHORT:
-        lines += [f"  --{short}: {describe(parse_type(row[0]))} -> {row[1]}" for short, row in SHORT_NAMES.items()]
-        lines += [f"  --accelerate_config {short} -> {preset}" for short, preset in PRESET_SHORT_NAMES.items()]
     return lines
 
 
@@ -69,9 +64,6 @@ def json_schema() -> dict[str, Any]:
             properties[name]["default"] = one.default
     presets = ["auto", *dict.fromkeys(PRESET_SHORT_NAMES.values()), *PRESET_SHORT_NAMES]
     properties["accelerate_config"]["examples"] = presets
-    for name, (takes, meaning, *_) in SHORT_NAMES.items():
-        bounds = SHORT_BOUNDS.get(name, BOUNDS.get(meaning, {}))
-        properties[name] = schema_of(parse_type(takes), bounds) | {"description": f"Short name: sets {meaning}."}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "hf_dist_ext run",

@@ -3,9 +3,9 @@
     run = load_run(["--config", "configs/code_search.json", "--learning_rate", "2e-5"])
     run.options.temperature, run.training["learning_rate"], run.echo, run.flat()
 
-The command line goes over the file. Types, short names (run/short_names.py) and bounds are checked, then rules between
-fields (run/rules.py), the checkpoint to resume (checkpoints/folder.py) and stages (run/stages.py). Only the standard
-library is imported, so that errors are instant. The first error is reported.
+The command line goes over the file. Types and bounds are checked, then rules between fields
+(run/rules.py), the checkpoint to resume (checkpoints/folder.py) and stages (run/stages.py). Only the standard library
+is imported, so that errors are instant. The first error is reported.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, decides_here, resume_or_start
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import BOUNDS, Run, RunConfig, all_fields
-from hf_dist_ext.run.fields import Type, accepts, describe, from_text, kind_of, out_of_bounds, parse_type, show
+from hf_dist_ext.run.fields import Type, accepts, describe, from_text, kind_of, out_of_bounds, show
 from hf_dist_ext.run.files import YAML, read_fields
 from hf_dist_ext.run.help import help_text
 from hf_dist_ext.run.rules import check_rules
-from hf_dist_ext.run.short_names import MEANINGS, SHORT_BOUNDS, SHORT_NAMES, in_long_names
+from hf_dist_ext.run.short_names import MEANINGS, PRESET_SHORT_NAMES
 from hf_dist_ext.run.stages import plan_stages
 
 # Fields in which "~" is the home; names of data are opened in data/load.py.
@@ -58,10 +58,28 @@ def _from_layers(path: Path, layers: list[tuple[dict[str, Any], str]]) -> Run:
     for layer, origin in layers:
         for name, value in layer.items():
             _check_value(name, value, origin)
-        given |= in_long_names(layer, given, all_fields(), echo)
+        given |= _as_called_now(layer)
     for name, value in given.items():
         _check_bounds(name, value, BOUNDS.get(name, {}), all_fields()[name].type)
+    if (preset := PRESET_SHORT_NAMES.get(given.get("accelerate_config"))) is not None:
+        echo.append(f"accelerate_config={show(given['accelerate_config'])} -> {show(preset)}")
+        given["accelerate_config"] = preset
     return _assemble(path, given, echo)
+
+
+def _as_called_now(layer: dict[str, Any]) -> dict[str, Any]:
+    """transformers 5.23 calls gradient_checkpointing activation_checkpointing, and warns of the old name."""
+    known, now = all_fields(), {}
+    for name, value in layer.items():
+        new = name.replace("gradient_checkpointing", "activation_checkpointing")
+        if new == name or new not in known:
+            now[name] = value
+        elif new in layer and layer[new] != value:
+            values = f"{name}={show(value)} and {new}={show(layer[new])}"
+            raise UsageError(f"{values} are two names of one field. Keep one.")
+        else:
+            now[new] = value
+    return now
 
 
 def _assemble(path: Path, given: dict[str, Any], echo: list[str]) -> Run:
@@ -124,19 +142,25 @@ def _parse_command_line(argv: list[str]) -> tuple[Path, dict[str, Any], set[str]
 
 
 def _type_of(name: str, origin: str) -> Type:
-    if name in SHORT_NAMES:
-        return parse_type(SHORT_NAMES[name][0])
     if name in all_fields():
         return all_fields()[name].type
-    near = difflib.get_close_matches(name, [*all_fields(), *SHORT_NAMES], 1, 0.5)
-    hint = MEANINGS.get(name) or (f"Closest: {json.dumps(near[0])}." if near else "See --help for all fields.")
+    inner = name.rpartition(".")[2]  # as Hydra and OmegaConf name a field of a block
+    near = difflib.get_close_matches(inner, all_fields(), 1, 0.5)
+    hint = MEANINGS.get(inner) or (f"Closest: {json.dumps(near[0])}." if near else "See --help for all fields.")
     raise UsageError(f'Unknown field {json.dumps(name)} in {origin}. {hint} (A comment begins with "_".)')
 
 
 def _check_value(name: str, value: Any, origin: str) -> None:
+    if isinstance(value, dict) and (name not in all_fields() or name == "fsdp"):
+        inner = next(iter(value), "learning_rate")
+        answers = "".join(f" {json.dumps(one)}: {MEANINGS[one]}" for one in value if one in MEANINGS)
+        raise UsageError(
+            f"{name}={show(value)} in {origin} is a block, and the run file is flat: write {json.dumps(inner)} and "
+            f"what stands beside it without {json.dumps(name)} around them.{answers}"
+        )
     alternatives = _type_of(name, origin)
     if accepts(alternatives, value):
-        return _check_bounds(name, value, SHORT_BOUNDS.get(name, {}), alternatives)
+        return
     takes = describe(alternatives)
     choices = [detail for kind, detail in alternatives if kind == "literal"]
     if len(choices) > 12:

@@ -66,6 +66,11 @@ def check_rules(run: Run) -> None:
             "Remove it; with a loss over embeddings the rows of a batch are sorted by length before they are cut into "
             "chunks."
         )
+    if config.shuffle_buffer_rows is not None and not config.streaming:
+        raise UsageError(
+            f"shuffle_buffer_rows={config.shuffle_buffer_rows} is of a stream. Set streaming: true, or remove it: "
+            "rows that are read before training are shuffled all together."
+        )
     if given.get("max_steps") == 0:
         raise UsageError(
             "max_steps=0 is no number of updates, and Trainer would train num_train_epochs. Give 1 or more, or remove "

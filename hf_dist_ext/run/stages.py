@@ -27,7 +27,7 @@ Layer = tuple[dict[str, Any], str]  # fields, and where they come from
 OF_THE_WHOLE_RUN = frozenset(
     "stages task accelerate_config num_processes model_name_or_path model_config model_revision tokenizer_name dtype "
     "trust_remote_code attn_implementation is_causal pooling projection_dim normalize output_dir overwrite_output_dir "
-    "use_cpu resume_from_checkpoint bf16 fp16 mixed_precision precision use_fsdp fsdp fsdp_config deepspeed "
+    "use_cpu resume_from_checkpoint bf16 fp16 fsdp fsdp_config deepspeed "
     "push_to_hub hub_model_id hub_token load_in_4bit".split()
 )
 FOLDERS = "stage_*"

@@ -180,7 +180,7 @@ def check_names(plugin: Any) -> None:
     if plugin.activation_checkpointing:
         raise UsageError(
             "fsdp_activation_checkpointing wraps layers, and the names by which this run trains and saves a part of "
-            'the model are then others. Set "use_gradient_checkpointing": true in the run file, and '
+            'the model are then others. Set "gradient_checkpointing": true in the run file, and '
             "fsdp_activation_checkpointing: false in the accelerate YAML."
         )
 

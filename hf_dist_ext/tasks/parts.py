@@ -12,7 +12,7 @@ import importlib.util
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,12 @@ from transformers import set_seed
 from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.evaluation import evaluators
+from hf_dist_ext.failures import joining
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.fields import show
 from hf_dist_ext.run.rules import closest_folder
 from hf_dist_ext.tasks import options
-from hf_dist_ext.training import console, same_run
+from hf_dist_ext.training import console, same_run, slowness
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.measured import MeasurementCallback
 from hf_dist_ext.training.meter import MetricsFile
@@ -87,7 +88,8 @@ class Parts:
         for stock in console.STOCK:
             trainer.remove_callback(stock)
         is_hidden = partial(evaluators.is_hidden, evaluator=trainer.evaluator)
-        trainer.add_callback(console.Console(lambda: self._facts(trainer), is_hidden))
+        slow = partial(_why_slow, trainer)
+        trainer.add_callback(console.Console(lambda: self._facts(trainer), is_hidden, slow))
         return trainer
 
     def _evaluator(self, args: DistTrainingArguments) -> Any:
@@ -115,9 +117,12 @@ class Parts:
         held_out = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         if all(hasattr(one, "__len__") for one in held_out):
             rows += f", {sum(map(len, held_out)):,} to evaluate on"
+        spread = [sharding] * (sharding != "none")
+        spread += [torch.distributed.get_backend()] if args.world_size > 1 else []
+        precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "tf32" if args.tf32 else "float32"
         facts = {
             "data": rows,
-            "devices": f"{args.world_size} x {args.device.type}" + (f", {sharding}" if sharding != "none" else ""),
+            "devices": ", ".join([f"{args.world_size} x {args.device.type}", *spread, precision]),
         }
         if trainer.loss is not None and args.gradient_cache_chunk_size is not None:
             size = args.gradient_cache_chunk_size
@@ -126,6 +131,22 @@ class Parts:
         if trainer.loss is not None and self.eval_dataset is not None and size != of_eval:
             facts["losses"] = f"{size} rows per device while training, {of_eval} in evaluations: do not compare them"
         return facts
+
+
+def _why_slow(trainer: DistTrainer, figures: Mapping[str, float]) -> list[str]:
+    from hf_dist_ext.strategies.tensors import num_elements
+
+    args, parameters = trainer.args, list(trainer.model.parameters())
+    module = None if args.device.type == "cpu" else torch.get_device_module(args.device)
+    facts = slowness.Facts(
+        workers=args.dataloader_num_workers,
+        processes=args.world_size,
+        device_bytes=module.mem_get_info(args.device)[1] if hasattr(module, "mem_get_info") else 0,
+        is_sharded=trainer.strategy.name.startswith("fsdp"),
+        trained_parameters=sum(num_elements(p) for p in parameters if p.requires_grad),
+        frozen_bytes=sum(num_elements(p) * p.itemsize for p in parameters if not p.requires_grad),
+    )
+    return slowness.why_slow(figures, facts)
 
 
 def loading_beside_a_device(may_have_workers: bool) -> dict[str, Any]:
@@ -157,7 +178,8 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
         training.setdefault("save_full_model", True)
     options.check_of_accelerator(training.get("accelerator_config"))
     try:
-        args = DistTrainingArguments(**training)
+        with joining():  # transformers makes the process group here
+            args = DistTrainingArguments(**training)
     except ValueError as error:  # transformers checks its fields against each other here
         theirs = " ".join(str(error).split())
         raise UsageError(next((ours for word, ours in OUR_WORDS.items() if word in theirs), theirs)) from error

@@ -311,9 +311,17 @@ def _recorded(
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=work.autocast_bytes is not None)
     with contextlib.ExitStack() as stack:
         for module in model.modules() if "image_grid_thw" in inputs else ():
+            by_values = {}
             if hasattr(module, "fullatt_block_indexes"):
-                windows = partial(module.forward, **_windows(module, inputs["image_grid_thw"]))
-                stack.enter_context(instead(module, windows))
+                by_values = _windows(module, inputs["image_grid_thw"])
+            elif hasattr(module, "interpolation_mode"):  # Qwen3-VL's tower: four places of a table for each patch
+                patches = len(inputs["pixel_values"])
+                by_values = {
+                    "interp_indices": torch.zeros(patches, 4, dtype=torch.long),
+                    "interp_weights": torch.zeros(patches, 4),
+                }
+            if by_values:
+                stack.enter_context(instead(module, partial(module.forward, **by_values)))
         for one in (kernels, recorder, hooks, autocast):
             stack.enter_context(one)
         outputs = _embeddings(model, column, inputs) if work.is_embedding else [model(**inputs).loss]

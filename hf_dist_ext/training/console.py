@@ -1,12 +1,14 @@
 """What a run says on the console while it trains: a line per logged step, evaluations, one progress bar on a terminal.
 
-Everything else that is logged is in metrics.jsonl and the trackers.
+Once an hour and at the end one line says what makes the run slow, where a logged figure shows it. Everything else
+that is logged is in metrics.jsonl and the trackers.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -18,24 +20,31 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 STOCK = (PrinterCallback, ProgressCallback)  # of Trainer: all that is logged, and a bar for every evaluation
 NOT_SHOWN = ("_runtime", "_per_second", "_model_preparation_time")  # of evaluations
 PER_LINE = 6
+HOUR, SHORT = 3600, 60  # seconds between two lines about slowness; a run that is shorter gets none
 
 
 class Console(TrainerCallback):
     """On the first process; the others are silent. A bar is drawn on a terminal, unless `disable_tqdm`.
 
     `facts()`: what the run is made of, name -> words, printed when training begins. `is_hidden`: whether a figure,
-    without "eval_", is logged and not printed.
+    without "eval_", is logged and not printed. `why_slow`: means of logged figures -> sentences.
     """
 
     def __init__(
-        self, facts: Callable[[], Mapping[str, str]], is_hidden: Callable[[str], bool] = lambda name: False
+        self,
+        facts: Callable[[], Mapping[str, str]],
+        is_hidden: Callable[[str], bool] = lambda name: False,
+        why_slow: Callable[[Mapping[str, float]], list[str]] = lambda figures: [],
     ) -> None:
-        self.facts, self.is_hidden = facts, is_hidden
+        self.facts, self.is_hidden, self.why_slow = facts, is_hidden, why_slow
+        self._figures: dict[str, list[float]] = defaultdict(list)  # since the last line about slowness
         self.bar: tqdm | None = None
         self.is_training = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.is_training, self.began_at, self.began = state.is_world_process_zero, state.global_step, time.monotonic()
+        self._told_at = self.began
+        self._figures.clear()
         if self.is_training:
             begin = f", from {state.global_step} on" if state.global_step else ""
             has_end = state.num_train_epochs < sys.maxsize  # as transformers counts those of a stream without a length
@@ -58,6 +67,9 @@ class Console(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **others: Any) -> None:
         if not self.is_training or not logs or "train_runtime" in logs:
             return
+        for name, value in logs.items():
+            if isinstance(value, (int, float)) and not name.startswith("eval_"):
+                self._figures[name].append(value)
         begin = f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"
         if "loss" in logs or "learning_rate" in logs:
             text = "  ".join([begin, *step_words(logs), f"left {self._left(state)}"])
@@ -65,8 +77,20 @@ class Console(TrainerCallback):
             text = evaluation_lines(begin, logs, self.is_hidden)
         if text:
             tqdm.write(text)
+        self._say_why_slow(HOUR)
+
+    def _say_why_slow(self, after_seconds: float) -> None:
+        if time.monotonic() - self._told_at < after_seconds:
+            return
+        means = {name: sum(values) / len(values) for name, values in self._figures.items()}
+        if words := self.why_slow(means):
+            tqdm.write(f"slow    {'; '.join(words)}")
+        self._told_at = time.monotonic()
+        self._figures.clear()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self.is_training:
+            self._say_why_slow(SHORT)
         self.is_training = False
         if self.bar is not None:
             self.bar.close()

@@ -204,7 +204,7 @@ def _nothing_left(place: str) -> str:
         return ", and smaller chunks do not help there. Use a smaller per_device_train_batch_size."
     return (
         ", with the smallest chunks there are: one row each. Use shorter rows (max_length), "
-        '"use_gradient_checkpointing": true, or a preset that shards the model (multi_gpu_fsdp).'
+        '"gradient_checkpointing": true, or a preset that shards the model (multi_gpu_fsdp).'
     )
 
 

@@ -8,7 +8,8 @@ many steps, after two that warm up, and writes one file per process.
 data: waiting for batches. encode: the pass without a graph. loss: scores and their gradient, gathers included. replay:
 forwards with a graph and their backwards. last_backward: the chunk that completes the step; its backward runs what is
 left of the reduction, which DDP overlaps with it, so it has no time of its own. optimizer: clipping and the update.
-passes: in a pipeline, all forwards and backwards of a step and what this process waits between them.
+passes: in a pipeline, all forwards and backwards of a step and what this process waits between them. compute: with a
+model's own loss, all forwards and backwards of a step.
 """
 
 from __future__ import annotations
@@ -26,28 +27,36 @@ from transformers import TrainerCallback
 from hf_dist_ext.engine.gradient_cache import BACKWARD, ENCODE, KEEP, REPLAY, SCORE, WHOLE_PASS, Phase
 
 PARTS = ("data", "encode", "loss", "replay", "last_backward", "optimizer")
+OF_OWN_LOSS = ("data", "compute", "optimizer")
 PASSES = "passes"  # of a pipeline's rank, waiting included
 OF_PHASES = {WHOLE_PASS: PASSES, ENCODE: "encode", SCORE: "loss", KEEP: "replay", REPLAY: "replay", BACKWARD: "replay"}
 WARM_UP_STEPS = 2
 
 
 class StepClock(TrainerCallback):
-    """Sums the seconds of every part since the last read."""
+    """Sums the seconds of every part since the last read. `parts` are those that a line holds; without any nothing is
+    measured."""
 
     def __init__(self, device: torch.device):
-        self.device = device
+        self.device, self.parts = device, PARTS
         self._steps = 0
         self._sums: dict[str, float] = defaultdict(float)
         self._spans: deque[tuple[str, Any, Any]] = deque()  # whose end the device may not have reached
+        self._data_ended: Any = None
         self._optimizer_began: Any = None
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
+        if not self.parts:
+            yield
+            return
         began = self._now()
         try:
             yield
         finally:
-            self._spans.append((name, began, self._now()))
+            self._spans.append((name, began, ended := self._now()))
+            if name == "data":
+                self._data_ended = ended
 
     def phase(self, phase: Phase) -> AbstractContextManager:
         """Around every part of a step with a loss over embeddings."""
@@ -55,6 +64,8 @@ class StepClock(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._optimizer_began = self._now()
+        if "compute" in self.parts and self._data_ended is not None:
+            self._spans.append(("compute", self._data_ended, self._optimizer_began))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._spans.append(("optimizer", self._optimizer_began, self._now()))
@@ -68,7 +79,7 @@ class StepClock(TrainerCallback):
         if not self._steps:
             return {}
         self._add_up(waits=True)
-        parts = [*PARTS, PASSES] if PASSES in self._sums else PARTS
+        parts = [*self.parts, PASSES] if PASSES in self._sums else self.parts
         means = {f"seconds_{name}": round(self._sums[name] / self._steps, 5) for name in parts}
         self._sums.clear()
         self._steps = 0

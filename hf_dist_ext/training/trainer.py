@@ -75,7 +75,7 @@ from hf_dist_ext.training.own_loss import OwnLossStep
 from hf_dist_ext.training.scaling import Scaling
 from hf_dist_ext.training.sizes import StepSizes
 from hf_dist_ext.training.step import EmbeddingStep
-from hf_dist_ext.training.timing import Profiler, StepClock
+from hf_dist_ext.training.timing import OF_OWN_LOSS, PARTS, Profiler, StepClock
 
 logger = logging.get_logger(__name__)
 
@@ -305,7 +305,8 @@ class DistTrainer(Trainer):
             self.add_callback(EarlyStop(patience, lambda: self.health.makes_up))
         if steps := getattr(self.args, "profile_steps", None):
             self.add_callback(Profiler(steps))
-        if has_loss or self.own_loss is not None:
+        self.clock.parts = PARTS if has_loss or self.own_loss is not None else OF_OWN_LOSS if is_ours else ()
+        if self.clock.parts:
             self.add_callback(self.clock)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -959,8 +960,10 @@ class DistTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         is_of_steps = "loss" in logs
         self.meter.correct(logs)
-        if (self.loss is not None or self.own_loss is not None) and is_of_steps:
-            logs.update(self.meter.read(self.args.device) | self.clock.read())
+        if is_of_steps and self.clock.parts:
+            logs.update(self.clock.read())
+        if is_of_steps and (self.loss is not None or self.own_loss is not None):
+            logs.update(self.meter.read(self.args.device))
             logs.update(self.strategy.for_log(logs))
         if "learning_rate" in logs:
             logs.update(self._rates)

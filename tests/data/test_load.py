@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -186,6 +187,8 @@ def test_a_stream_is_shuffled_anew_each_epoch_and_by_the_seed(tmp_path):
     assert sorted(first) == sorted(second) and first != second
     orders = [[row["query"] for row in load_datasets(stream_of, seed=seed)[0]] for seed in (42, 7)]
     assert orders[0] == first and sorted(orders[1]) == sorted(first) and orders[1] not in (first, second)
+    in_order, _ = load_datasets(replace(stream_of, shuffle_buffer_rows=1))
+    assert [row["query"] for row in in_order] == [row["query"] for row in ROWS] != first
 
 
 # Columns -------------------------------------------------------------------------------------------------------------

@@ -110,12 +110,58 @@ def test_who_waits_says_for_how_many_machines_and_not_for_ever(monkeypatch, caps
     said |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}
     for name, value in said.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(failures, "SAY_SECONDS", 0)
+    monkeypatch.setattr(failures, "FIRST_SECONDS", 0)
     monkeypatch.setattr(failures, "MEET_SECONDS", 1)
     store.set(f"{failures.MEETING}/1", "here")
-    with pytest.raises(RunError, match="1 of 2 machines did not come"):
+    with pytest.raises(RunError, match=f"1 of 2 machines did not come to 127.0.0.1:{store.port}.*SOCKET_IFNAME"):
         failures.meet()
-    assert "hf-dist: waiting for 1 of 2 machines" in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith(f"hf-dist: waiting for 2 machines at 127.0.0.1:{store.port}, 1 came, ")
+    assert len(said) == 1  # and not again before SAY_SECONDS
+
+
+JOINS = """
+from hf_dist_ext import failures
+failures.FIRST_SECONDS, failures.SAY_SECONDS, failures.MEET_SECONDS = 1, 1, {limit}
+from hf_dist_ext.train import main
+main()
+"""
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_process_that_waits_for_its_group_says_so_and_what_to_check(tmp_path, comes):
+    """Without torchrun's store nobody counts machines, as where a scheduler starts the processes."""
+    fields = tiny_pairs(tmp_path) | {"model_config": model_config("bert"), "output_dir": str(tmp_path / "out")}
+    fields |= {"max_steps": 1, "use_cpu": True, "report_to": "none"}
+    (tmp_path / "run.json").write_text(json.dumps(fields))
+    (tmp_path / "joins.py").write_text(JOINS.format(limit=200 if comes else 4))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+
+    def start(rank: int) -> subprocess.Popen:
+        said = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        said |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+        command = [sys.executable, str(tmp_path / "joins.py"), "--config", str(tmp_path / "run.json")]
+        return subprocess.Popen(
+            command, env=environment() | said, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+        )
+
+    first, others, waiting = start(0), [], f"hf-dist: waiting for all 2 processes at 127.0.0.1:{port}, "
+    try:
+        heard = []
+        while not (heard and heard[-1].startswith(waiting)):
+            assert (line := first.stdout.readline()), "".join(heard)
+            heard.append(line)
+        others = [start(1)] if comes else []
+        rest = first.communicate(timeout=300)[0]
+    finally:
+        for one in [first, *others]:
+            one.kill()
+    if comes:
+        assert first.returncode == 0 and "devices 2 x cpu, ddp, gloo, float32" in rest
+    else:
+        assert first.returncode == 1 and "did not meet within 4 s" in rest and "SOCKET_IFNAME" in rest
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ SHUTDOWN_SECONDS = 25  # under 10 on a quiet machine; a launcher that has to kil
 def run_file(tmp_path) -> Path:
     fields = tiny_pairs(tmp_path) | {
         "model_config": model_config("bert"), "disable_tqdm": True,
-        "batch_size": 4, "max_steps": 100_000, "report_to": "none",
+        "per_device_train_batch_size": 4, "max_steps": 100_000, "report_to": "none",
         "output_dir": str(tmp_path / "out"), "use_cpu": True, "save_strategy": "no", "logging_steps": 1,
         "lr_scheduler_type": "constant", "gradient_cache_chunk_size": 2,
     }  # fmt: skip
@@ -207,31 +207,47 @@ def test_ctrl_c_on_the_launcher_is_a_checkpoint_and_a_few_lines(run_file):
     assert not (run_file.parent / "out" / LEASE).exists() and not (run_file.parent / "out" / MARK).exists()
 
 
+SRUN = """#!/bin/bash
+shift  # --kill-on-bad-exit=1
+for node in 0 1; do SLURM_NODEID=$node "$@" & done
+wait -n && wait -n
+"""
+SCONTROL = """#!/bin/sh
+if [ "$1" = show ]; then printf '127.0.0.1\\nother\\n'; else echo "$@" >> {folder}/requeued; fi
+"""
+
+
 @pytest.mark.slow
-def test_the_slurm_script_requeues_itself_and_goes_on(run_file, tmp_path):
-    """bash and a scontrol that writes down what it is asked; the cluster itself was not tried."""
-    fake = tmp_path / "bin" / "scontrol"
-    fake.parent.mkdir()
-    fake.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
-    fake.chmod(0o755)
-    path = f"{fake.parent}:{Path(sys.executable).parent}:/usr/bin:/bin"
-    submitted = environment(PATH=path, SLURM_JOB_ID="17", SLURM_SUBMIT_DIR=str(ROOT))
-    command = ["bash", str(ROOT / "scripts" / "slurm" / "train.sbatch"), "--config", str(run_file)]
-    command += ["--accelerate_config", "single_gpu"]
+@pytest.mark.parametrize("script", ["train", "train_nodes"])
+def test_the_slurm_script_requeues_itself_and_goes_on(run_file, tmp_path, script):
+    """bash, and stand-ins for scontrol, which writes down what it is asked, and srun; no cluster was tried."""
+    (tmp_path / "bin").mkdir()
+    for name, content in (("scontrol", SCONTROL.format(folder=tmp_path)), ("srun", SRUN)):
+        (tmp_path / "bin" / name).write_text(content)
+        (tmp_path / "bin" / name).chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    nodes = {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_GPUS_ON_NODE": "1", "OUT": str(run_file.parent / "out")}
+    submitted = environment(PATH=path, SLURM_JOB_ID=str(os.getpid()), SLURM_SUBMIT_DIR=str(ROOT), **nodes)
+    command = ["bash", str(ROOT / "scripts" / "slurm" / f"{script}.sbatch"), "--config", str(run_file)]
+    command += ["--accelerate_config", "single_gpu" if script == "train" else "multi_gpu_ddp"]
     job = subprocess.Popen(command, env=submitted)
     log = run_file.parent / "out" / "metrics.jsonl"
-    for _ in range(600):
+    for _ in range(1200):
         if log.is_file():
             break
         time.sleep(0.1)
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(SHUTDOWN_SECONDS) == REQUEUE and (tmp_path / "requeued").read_text() == "requeue 17\n"
+    code = job.wait(SHUTDOWN_SECONDS)
+    assert code == REQUEUE or script == "train_nodes"
+    assert (tmp_path / "requeued").read_text() == f"requeue {os.getpid()}\n"
     (checkpoint,) = checkpoints(run_file)
     steps = str(int(checkpoint.name[11:]) + 1)
     assert subprocess.run([*command, "--max_steps", steps], env=submitted).returncode == 0
-    assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+    assert (tmp_path / "requeued").read_text() == f"requeue {os.getpid()}\n"
     lines = map(json.loads, log.read_text().splitlines())
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, int(steps) + 1))
+    report = json.loads((run_file.parent / "out" / "metrics.json").read_text())
+    assert report["world_size"] == (1 if script == "train" else 2)
 
 
 @pytest.mark.slow

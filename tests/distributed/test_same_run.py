@@ -22,7 +22,7 @@ from tests.training.test_nonfinite import Regression, rows
 @pytest.fixture
 def run_file(tmp_path) -> Path:
     fields = tiny_pairs(tmp_path) | {
-        "model_config": model_config("bert"), "disable_tqdm": True, "batch_size": 4, "max_steps": 2,
+        "model_config": model_config("bert"), "disable_tqdm": True, "per_device_train_batch_size": 4, "max_steps": 2,
         "report_to": "none", "output_dir": str(tmp_path / "out"), "use_cpu": True, "save_strategy": "no",
         "gradient_cache_chunk_size": 2, "max_length": 16,
     }  # fmt: skip

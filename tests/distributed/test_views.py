@@ -242,7 +242,8 @@ def test_a_staged_run_goes_on_where_the_first_machine_sees_that_it_stopped(tmp_p
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     fields = {
         "model_config": model_config("bert"), "tokenizer_name": str(tmp_path / "tokenizer"), "disable_tqdm": True,
-        "dataset_name": str(tmp_path / "rows.jsonl"), "batch_size": 4, "report_to": "none", "use_cpu": True,
+        "dataset_name": str(tmp_path / "rows.jsonl"), "per_device_train_batch_size": 4,
+        "report_to": "none", "use_cpu": True,
         "save_steps": 2, "gradient_cache_chunk_size": 2, "max_steps": 3, "learning_rate": 1e-3,
         "stages": [{"name": "one"}, {"name": "two"}],
     }  # fmt: skip

@@ -116,18 +116,6 @@ def test_wrong_fields_are_refused_before_a_step(tmp_path, options, words):
         make_trainer(tmp_path, **options).train()
 
 
-def test_the_booleans_people_know_are_short_names(tmp_path):
-    path = tmp_path / "run.json"
-    base = '"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o"'
-    path.write_text("{" + base + ', "freeze_vision": true, "freeze_language": true, "freeze_projector": false}')
-    assert load_run(["--config", str(path)]).training["frozen_modules"] == ["vision", "language"]
-    run = load_run(["--config", str(path), "--freeze_language", "false"])
-    assert run.training["frozen_modules"] == ["vision"]
-    path.write_text("{" + base + ', "freeze_vision": true, "frozen_modules": ".*tower"}')
-    with pytest.raises(UsageError, match="regex"):
-        load_run(["--config", str(path)])
-
-
 @pytest.mark.parametrize("bf16", [True, False])
 def test_frozen_weights_are_loaded_in_the_precision_of_their_files(tmp_path, bf16):
     from hf_dist_ext.tasks.parts import build_parts, make_arguments

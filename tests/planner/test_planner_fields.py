@@ -107,6 +107,9 @@ def test_compression_is_pointless_where_the_reduction_hides_behind_arithmetic(ma
     assert '"ddp_comm_hook": "fp16" would' in compression(make_run(**small), "ethernet")
     said = compression(make_run(**small, ddp_comm_hook="power_sgd"), "ethernet")
     assert "makes it" in said and "warm-up" in said
+    half = make_run(**small, later={"dtype": "bfloat16"})
+    said = " ".join(make_plan(half, Hardware(4, 80 * GIB, 1, "ethernet"), {"multi_gpu_ddp"}).reasons)
+    assert "half precision already" in said and "ddp_comm_hook" not in said
 
 
 def test_a_hook_sends_less_and_power_sgd_keeps_what_it_left_out(make_run):  # noqa: F811

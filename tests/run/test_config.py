@@ -54,7 +54,7 @@ def test_a_field_given_twice_on_the_command_line_is_an_error(load, again):
 
 
 def test_null_takes_a_field_of_the_file_away_whatever_the_field_takes(load):
-    run = load("--num_train_epochs", "null", "--batch_size", "null", num_train_epochs=3, batch_size=4, seed=1)
+    run = load("--num_train_epochs", "null", "--max_grad_norm", "null", num_train_epochs=3, max_grad_norm=4.0, seed=1)
     assert run.given == load(seed=1).given and run.training["seed"] == 1
     assert load("--run_name", "null", run_name="a").given["run_name"] is None
 
@@ -131,10 +131,12 @@ def test_the_command_line_goes_over_the_file(load):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"batch_sise": 8}, ["batch_sise", "my_run.json", "batch_size"]),
-        ({"temprature": 0.1}, ["temperature"]),
+        ({"shuffle_buffer_rows": 100}, ["shuffle_buffer_rows=100 is of a stream"]),
+        ({"shuffle_buffer_rows": 0, "streaming": True}, ["shuffle_buffer_rows=0", "at least 1"]),
         ({"group_by_length": True}, ["gradient_cache_sort"]),
         ({"train_sampling_strategy": "group_by_length"}, ["a length that the rows of a run file do not have"]),
+        ({"num_train_epoch": 8}, ["num_train_epoch", "my_run.json", "num_train_epochs"]),
+        ({"temprature": 0.1}, ["temperature"]),
         ({"seed": "8"}, ["seed", '"8"', "text", "int"]),
         ({"seed": 8.0}, ["8.0", "a float", "int"]),
         ({"seed": True}, ["true", "int"]),
@@ -159,7 +161,6 @@ def test_the_command_line_goes_over_the_file(load):
         ({"gradient_cache_chunk_size": "auto", "loss": "none"}, ["gradient_cache_chunk_size", "loss"]),
         ({"temperature": 0}, ["temperature=0", "above 0"]),
         ({"temperature": -1}, ["above 0"]),
-        ({"warmup_ratio": 1.5}, ["warmup_ratio=1.5", "at least 0", "below 1"]),
         ({"per_device_train_batch_size": 0}, ["at least 1"]),
         ({"max_length": {"query": 0}}, ["at least 1"]),
         ({"bf16": True, "fp16": True}, ["bf16", "fp16"]),
@@ -168,16 +169,6 @@ def test_the_command_line_goes_over_the_file(load):
         ({"dataset_name": None}, ["dataset_name", "code-search"]),
         ({"eval_holdout": 5, "eval_split": "test"}, ["eval_holdout", "eval_split"]),
         ({"deepspeed": "zero.json"}, ["deepspeed", "pip install"]),
-        ({"batch_size": 4, "per_device_train_batch_size": 8}, ["batch_size=4", "per_device_train_batch_size=8"]),
-        ({"mixed_precision": "bf16", "bf16": False}, ["mixed_precision", "bf16=false"]),
-        ({"mixed_precision": "bf16", "precision": "16-mixed"}, ["mixed_precision", "precision"]),
-        ({"epochs": 1, "num_epochs": 2}, ["epochs=1", "num_epochs=2"]),
-        ({"use_gradient_cache": False, "gradient_cache_chunk_size": 8}, ["use_gradient_cache", "=8"]),
-        ({"use_fsdp": True, "accelerate_config": "ddp"}, ["use_fsdp", '"ddp"']),
-        ({"use_fsdp": False, "accelerate_config": "fsdp2"}, ["use_fsdp", '"fsdp2"']),
-        ({"log_to_wandb": True, "report_to": "none"}, ["log_to_wandb", '"none"']),
-        ({"log_to_wandb": False, "report_to": ["wandb"]}, ["log_to_wandb", '"wandb"']),
-        ({"precision": "bf16"}, ["bf16-mixed"]),
     ],
 )
 def test_wrong_values_are_refused_with_the_remedy(load, monkeypatch, keys, words):
@@ -238,73 +229,13 @@ def test_a_missing_file_is_refused_with_the_nearest_one(load, tmp_path):
     assert "UTF-8" in error_of(load_run, ["--config", "latin.json"])
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ({"batch_size": 4}, {"per_device_train_batch_size": 4}),
-        ({"batch_size": 4, "per_device_train_batch_size": 4}, {"per_device_train_batch_size": 4}),
-        ({"eval_batch_size": 4}, {"per_device_eval_batch_size": 4}),
-        ({"epochs": 2}, {"num_train_epochs": 2}),
-        ({"num_epochs": 2.5}, {"num_train_epochs": 2.5}),
-        ({"num_workers": 2}, {"dataloader_num_workers": 2}),
-        ({"mixed_precision": "no"}, {"bf16": False, "fp16": False}),
-        ({"mixed_precision": "fp16"}, {"bf16": False, "fp16": True}),
-        ({"mixed_precision": "bf16", "bf16": True}, {"bf16": True, "fp16": False}),
-        ({"precision": "32-true"}, {"bf16": False, "fp16": False}),
-        ({"precision": "16-mixed"}, {"bf16": False, "fp16": True}),
-        ({"precision": "bf16-mixed"}, {"bf16": True, "fp16": False}),
-        ({"gradient_clip": 0.5}, {"max_grad_norm": 0.5}),
-        ({"gradient_accumulation": 4}, {"gradient_accumulation_steps": 4}),
-        ({"use_gradient_cache": True}, {"gradient_cache_chunk_size": "auto"}),
-        ({"use_gradient_cache": True, "gradient_cache_chunk_size": 8}, {"gradient_cache_chunk_size": 8}),
-        ({"use_gradient_cache": True, "gradient_cache_chunk_tokens": 99}, {"gradient_cache_chunk_tokens": 99}),
-        ({"use_gradient_cache": False}, {"gradient_cache_chunk_size": None}),
-        ({"use_fsdp": True}, {"accelerate_config": "multi_gpu_fsdp"}),
-        ({"use_fsdp": True, "accelerate_config": "fsdp2"}, {"accelerate_config": "multi_gpu_fsdp"}),
-        ({"use_fsdp": False, "accelerate_config": "ddp"}, {"accelerate_config": "multi_gpu_ddp"}),
-        ({"accelerate_config": "single"}, {"accelerate_config": "single_gpu"}),
-        ({"loss_type": "contrastive"}, {"loss": "infonce"}),
-        ({"mrl_dims": [64, 32]}, {"matryoshka_dims": [64, 32]}),
-        ({"log_to_wandb": True, "log_to_tensorboard": True}, {"report_to": ["wandb", "tensorboard"]}),
-        ({"log_to_wandb": True, "report_to": "tensorboard"}, {"report_to": ["tensorboard", "wandb"]}),
-        ({"log_to_wandb": True, "report_to": ["wandb"]}, {"report_to": ["wandb"]}),
-        ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
-        ({"save_top_k": 3}, {"save_total_limit": 3}),
-        (
-            {"save_top_k": 3, "eval_strategy": "epoch", "save_strategy": "epoch"},
-            {"save_total_limit": 3, "load_best_model_at_end": True},
-        ),
-        ({"save_top_k": -1}, {"save_total_limit": None}),
-        ({"save_top_k": 0}, {"save_strategy": "no"}),
-    ],
-)
-def test_short_names_are_mapped_and_echoed(load, keys, expected):
-    run = load(**keys)
-    assert {name: run.given.get(name, "absent") for name in expected} == expected
-    presets = [name for name in keys if str(keys[name]) in short_names.PRESET_SHORT_NAMES]
-    short = [name for name in keys if name in short_names.SHORT_NAMES] + presets
-    assert len(run.echo) == len(short)
-    for name in short:
-        assert any(line.startswith(f"{name}=") for line in run.echo)
-
-
-def test_model_name_and_checkpointing_short_names(load):
-    run = load(model_name="some/model", model_config=None, use_gradient_checkpointing=True)
-    assert run.options.model_name_or_path == "some/model"
-    long_name = "activation_checkpointing" if "activation_checkpointing" in config.all_fields() else None
-    assert run.training[long_name or "gradient_checkpointing"] is True
-
-
-def test_short_names_on_the_command_line_override_long_ones_of_the_file(load):
-    assert load("--batch_size", "4", per_device_train_batch_size=8).training["per_device_train_batch_size"] == 4
-    assert load("--per_device_train_batch_size", "4", batch_size=8).training["per_device_train_batch_size"] == 4
-    assert load("--mixed_precision", "bf16", fp16=True).training["fp16"] is False
-    assert load("--use_gradient_cache", gradient_cache_chunk_size=8).training["gradient_cache_chunk_size"] == 8
-    off = load("--use_gradient_cache", "false", gradient_cache_chunk_size=8, gradient_cache_chunk_tokens=99).training
-    assert off["gradient_cache_chunk_size"] is None and off["gradient_cache_chunk_tokens"] is None
-    assert load("--use_fsdp", "false", accelerate_config="fsdp").options.accelerate_config is None
-    assert load("--log_to_wandb", report_to="none").training["report_to"] == ["wandb"]
-    assert load("--log_to_wandb", "false", report_to=["wandb", "x"]).training["report_to"] == ["x"]
+def test_the_short_name_of_a_preset_is_mapped_and_echoed(load):
+    for given, preset in {"single": "single_gpu", "fsdp2": "multi_gpu_fsdp"}.items():
+        run = load(accelerate_config=given)
+        assert run.options.accelerate_config == run.given["accelerate_config"] == preset
+        assert [line.partition("=")[0] for line in run.echo] == ["accelerate_config"]
+    assert load("--accelerate_config", "ddp", accelerate_config="fsdp").options.accelerate_config == "multi_gpu_ddp"
+    assert load(accelerate_config="multi_gpu_ddp").echo == []
 
 
 def test_secrets_are_neither_echoed_nor_stored(load):
@@ -415,7 +346,7 @@ def test_the_schema_accepts_runs_and_refuses_what_load_run_refuses():
     good = MINIMAL | {
         "$schema": "run.schema.json",
         "_comment": ["anything"],
-        "batch_size": 8,
+        "per_device_train_batch_size": 8,
         "gradient_cache_chunk_size": "auto",
         "max_length": {"query": 64},
         "columns": {"query": "a", "negative": ["b", "c"]},
@@ -425,7 +356,12 @@ def test_the_schema_accepts_runs_and_refuses_what_load_run_refuses():
     }
     assert list(validator.iter_errors(good)) == []
     bad = [{"temprature": 1}, {"seed": "1"}, {"seed": True}, {"gradient_cache_chunk_size": "big"}]
-    bad += [{"gradient_cache_chunk_size": 0}, {"gradient_cache_chunk_size": 2.5}, {"optim": "adam"}, {"batch_size": 0}]
+    bad += [
+        {"gradient_cache_chunk_size": 0},
+        {"gradient_cache_chunk_size": 2.5},
+        {"optim": "adam"},
+        {"learning_rate": -1.0},
+    ]
     bad += [{"temperature": 0}, {"matryoshka_dims": []}, {"pooling": None}, {"columns": {"query": 1}}]
     for keys in bad:
         assert list(validator.iter_errors(MINIMAL | keys)), keys
@@ -438,11 +374,9 @@ def test_the_schema_accepts_runs_and_refuses_what_load_run_refuses():
 
 def test_help_is_grouped_and_names_every_field():
     text = help.help_text("all")
-    for name in [*config.all_fields(), *short_names.SHORT_NAMES]:
+    for name in config.all_fields():
         assert re.search(rf"^  --{name}:", text, re.MULTILINE), name
-    positions = [
-        text.index(title) for title in ("Model:", "Data:", "Loss:", "Gradient cache", "Optimizer:", "Short names:")
-    ]
+    positions = [text.index(title) for title in ("Model:", "Data:", "Loss:", "Gradient cache", "Optimizer:")]
     assert positions == sorted(positions)
 
 
@@ -553,14 +487,48 @@ def test_what_is_wrong_in_yaml_is_one_error(tmp_path, text, words):
         load_run(["--config", str(tmp_path / "run.yml")])
 
 
-def test_names_of_other_projects_are_answered_by_their_meaning():
-    fields = {*config.all_fields(), *short_names.SHORT_NAMES}
+def test_names_of_other_projects_are_answered_by_their_meaning(load):
+    fields = {*config.all_fields()}
+    guides = (
+        "num_gpus num_nodes strategy sharding_strategy fsdp_sharding_strategy checkpoint_dir total_steps tp_size "
+        "pp_size zero_stage world_size use_flash_attention config_override"
+    )
+    assert not set(guides.split()) - short_names.MEANINGS.keys()
     for name, answer in short_names.MEANINGS.items():
         assert name not in fields, f"{name} is a field: its answer is never given"
-        named = set(re.findall(r"[a-z_]+", answer))
-        assert named & fields or "remove it" in answer or "environment variable" in answer, name
-        with pytest.raises(UsageError, match=re.escape(answer)):
-            load_run(["--config", "run.json", f"--{name}", "1"])
+        assert set(re.findall(r"[a-z_0-9]+", answer)) & fields or "--FIELD" in answer, name
+        assert answer in error_of(load_run, ["--config", "run.json", f"--{name}", "1"])
+        for words in re.findall(
+            r'"\w+": (?:"[^"]*"|\[[^]]*\]|true|0\.05)', answer
+        ):  # what it says to write is accepted
+            load(**json.loads("{" + words + "}"))
+
+
+@pytest.mark.parametrize("block", ["training", "fsdp", "optimizer"])
+def test_a_block_of_fields_is_answered_with_the_flat_form(load, block):
+    message = error_of(load, **{block: {"learning_rate": 1e-4, "seed": 1}})
+    assert "the run file is flat" in message and '"learning_rate"' in message and f'"{block}"' in message
+    assert load(fsdp="full_shard").training["fsdp"] == "full_shard"
+
+
+def test_foreign_names_inside_of_a_block_are_answered_too(load):
+    assert '"lr": Use learning_rate.' in error_of(load, training={"seed": 1, "lr": 1e-4})
+    for name, answer in (("lr", "Use learning_rate."), ("learnin_rate", 'Closest: "learning_rate"')):
+        assert answer in error_of(load_run, ["--config", "run.json", f"--training.{name}", "1"])
+
+
+def test_both_names_of_activation_checkpointing_are_one_field(load, recwarn):
+    from transformers import TrainingArguments
+
+    from tests.tiny_models import CHECKPOINTING
+
+    run = load(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert run.given[CHECKPOINTING] and run.training[f"{CHECKPOINTING}_kwargs"] == {"use_reentrant": False}
+    assert getattr(TrainingArguments(**run.training, use_cpu=True), CHECKPOINTING)
+    assert not [one for one in recwarn if "deprecated" in str(one.message)]
+    if CHECKPOINTING == "activation_checkpointing":
+        with pytest.raises(UsageError, match="two names of one field"):
+            load(gradient_checkpointing=True, activation_checkpointing=False)
 
 
 def test_a_scale_in_the_place_of_a_temperature_is_recognized(tmp_path):

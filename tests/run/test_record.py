@@ -141,7 +141,8 @@ def start(say, run_file: Path) -> str:
 def test_a_run_that_a_launcher_started_goes_on_with_as_many_processes(tmp_path, monkeypatch, mode, preset):
     monkeypatch.chdir(tmp_path)
     fields = tiny_pairs(tmp_path) | {
-        "model_config": model_config("bert"), "batch_size": 4, "max_steps": 2, "report_to": "none", "use_cpu": True,
+        "model_config": model_config("bert"), "per_device_train_batch_size": 4,
+        "max_steps": 2, "report_to": "none", "use_cpu": True,
         "output_dir": str(tmp_path / "out"), "disable_tqdm": True, "save_strategy": "steps", "save_steps": 1,
     }  # fmt: skip
     (tmp_path / "given.json").write_text(json.dumps(fields))

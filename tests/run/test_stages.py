@@ -13,7 +13,7 @@ from hf_dist_ext.run.read import load_run
 
 STAGES = [
     {"name": "align", "trainable_modules": ["projector"], "learning_rate": 1e-3, "_": "a comment"},
-    {"name": "tune", "trainable_modules": ["projector", "language"], "epochs": 2, "max_train_samples": 10},
+    {"name": "tune", "trainable_modules": ["projector", "language"], "num_train_epochs": 2, "max_train_samples": 10},
 ]
 
 

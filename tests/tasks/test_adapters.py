@@ -51,7 +51,8 @@ def run_file(tmp_path):
     def write(**more) -> Path:
         fields = {
             "model_name_or_path": str(tmp_path / "base"), "dataset_name": str(tmp_path / "rows.jsonl"),
-            "eval_holdout": 8, "batch_size": 8, "gradient_cache_chunk_size": 3, "max_steps": 4, "save_steps": 2,
+            "eval_holdout": 8, "per_device_train_batch_size": 8,
+            "gradient_cache_chunk_size": 3, "max_steps": 4, "save_steps": 2,
             "use_lora": True, "lora_r": 4, "lora_dropout": 0.1, "learning_rate": 1e-2, "use_cpu": True,
             "disable_tqdm": True, "report_to": "none", "output_dir": str(tmp_path / "out"),
         }  # fmt: skip
@@ -227,7 +228,7 @@ def test_what_counts_of_a_base_is_what_an_engine_makes_of_it(monkeypatch, tmp_pa
 @pytest.mark.parametrize("preset", ["multi_gpu_fsdp", pytest.param("multi_gpu_ddp", marks=pytest.mark.slow)])
 def test_adapters_over_a_half_precision_base_are_those_of_one_process(run_file, tmp_path, preset):
     more = {"bf16": True, "lora_dropout": 0.0, "save_strategy": "no", "max_steps": 2, "no_duplicates_in_batch": False}
-    path = run_file(output_dir=str(tmp_path / "two"), batch_size=4, **more)
+    path = run_file(output_dir=str(tmp_path / "two"), per_device_train_batch_size=4, **more)
     in_half_precision(tmp_path / "base")
     forked.launch(preset, 2, forked.train_hf, "--config", path)
     main(run_file(output_dir=str(tmp_path / "alone"), **more))
@@ -416,7 +417,7 @@ def test_after_a_stage_of_adapters_over_half_precision_all_weights_train_in_floa
 def test_adapters_of_two_processes_are_those_of_one(run_file, tmp_path, strategy):
     more = {"lora_dropout": 0.0, "save_strategy": "no", "max_steps": 2, "no_duplicates_in_batch": False}
     more |= {"pooling": "cls", "projection_dim": 8}
-    path = run_file(output_dir=str(tmp_path / "two"), batch_size=4, **more)
+    path = run_file(output_dir=str(tmp_path / "two"), per_device_train_batch_size=4, **more)
     forked.launch(f"multi_gpu_{strategy}", 2, forked.train_hf, "--config", path)
     main(run_file(output_dir=str(tmp_path / "alone"), **more))
     two, alone = adapters(tmp_path / "two"), adapters(tmp_path / "alone")
@@ -430,7 +431,7 @@ def test_adapters_of_two_processes_are_those_of_one(run_file, tmp_path, strategy
 
 @pytest.mark.slow
 def test_adapters_under_ddp_resume_bit_for_bit(run_file, tmp_path):
-    arguments = "--config", run_file(batch_size=4), "--accelerate_config", "ddp", "--num_processes", 2
+    arguments = "--config", run_file(per_device_train_batch_size=4), "--accelerate_config", "ddp", "--num_processes", 2
     launch("python", 1, ROOT / "scripts" / "train_hf.py", *arguments)
     whole = adapters(tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")

@@ -23,7 +23,8 @@ def write_run(folder: Path, **more) -> Path:
     data = tiny_pairs(folder)
     del data["tokenizer_name"]
     fields = data | {
-        "batch_size": 8, "gradient_cache_chunk_size": 3, "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2,
+        "per_device_train_batch_size": 8,
+        "gradient_cache_chunk_size": 3, "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2,
         "eval_holdout": 8, "output_dir": str(folder / "out"), "use_cpu": True, "disable_tqdm": True,
         "report_to": "none",
     }  # fmt: skip

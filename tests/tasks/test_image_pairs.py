@@ -63,7 +63,8 @@ def run_file(tmp_path):
             "model_name_or_path": str(tmp_path / "model"), "dataset_name": str(tmp_path / "pairs.jsonl"),
             "columns": {"query": "caption", "positive": "file"}, "image_columns": ["positive"],
             "image_folder": str(tmp_path / "pictures"), "trainable_modules": ["text"], "eval_holdout": 8,
-            "batch_size": 8, "gradient_cache_chunk_size": 3, "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2,
+            "per_device_train_batch_size": 8,
+            "gradient_cache_chunk_size": 3, "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2,
             "output_dir": str(tmp_path / "out"), "use_cpu": True, "disable_tqdm": True, "report_to": "none",
         }  # fmt: skip
         (tmp_path / "run.json").write_text(json.dumps(fields | more))
@@ -93,9 +94,9 @@ def test_one_tower_trains_and_the_other_stays_bit_identical(run_file, tmp_path, 
     assert 0 < report["after"]["mrr@10"] <= 1 and report["before"] != report["after"]
 
 
-@pytest.mark.parametrize("field, trained", [("freeze_vision", "text"), ("freeze_language", "image")])
-def test_short_names_freeze_the_towers_of_a_dual_encoder(run_file, tmp_path, field, trained):
-    path = run_file(**{field: True}, max_steps=1, save_strategy="no")
+@pytest.mark.parametrize("frozen, trained", [("vision", "text"), ("language", "image")])
+def test_groups_freeze_the_towers_of_a_dual_encoder(run_file, tmp_path, frozen, trained):
+    path = run_file(frozen_modules=[frozen], max_steps=1, save_strategy="no")
     fields = json.loads(path.read_text())
     del fields["trainable_modules"]
     path.write_text(json.dumps(fields))

@@ -35,8 +35,9 @@ def run_file(tmp_path):
     def write(**more) -> Path:
         fields = {key: value for key, value in json.loads(CONFIG.read_text()).items() if key in KEPT} | {
             "dataset_name": str(tmp_path / "rows.json"), "image_folder": str(tmp_path),
-            "tokenizer_name": str(tmp_path / "processor"), "trainable_modules": ["projector"], "batch_size": 2,
-            "train_sampling_strategy": "sequential", "epochs": 1, "learning_rate": 1e-2, "weight_decay": 0.0,
+            "tokenizer_name": str(tmp_path / "processor"), "trainable_modules": ["projector"],
+            "per_device_train_batch_size": 2,
+            "train_sampling_strategy": "sequential", "num_train_epochs": 1, "learning_rate": 1e-2, "weight_decay": 0.0,
             "output_dir": str(tmp_path / "out"), "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
             "report_to": "none", "logging_steps": 1,
         }  # fmt: skip
@@ -73,7 +74,7 @@ def test_ranks_without_a_picture_wait_for_nobody(run_file, tmp_path):
     rows = json.loads((tmp_path / "rows.json").read_text())
     mixed = [rows[i] for i in (0, 4, 1, 5, 6, 2, 7, 3)]
     (tmp_path / "rows.json").write_text(json.dumps(mixed))
-    path = run_file(batch_size=1, frozen_parts_fsdp="shard")
+    path = run_file(per_device_train_batch_size=1, frozen_parts_fsdp="shard")
     launch("multi_gpu_fsdp", 2, train_hf, "--config", path)
     sharded = losses(tmp_path / "out")
     main(run_file(output_dir=str(tmp_path / "alone")))

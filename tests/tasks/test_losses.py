@@ -88,7 +88,7 @@ def test_each_dataset_has_its_loss_and_its_figures(main, run_file, made, tmp_pat
     ]
     file = run_file(
         datasets=sources, dataset_name=..., eval_holdout=..., temperature=0.1, num_train_epochs=1, max_steps=...,
-        batch_size=8, save_strategy="steps", save_steps=4, **PLAIN,
+        per_device_train_batch_size=8, save_strategy="steps", save_steps=4, **PLAIN,
     )  # fmt: skip
     main(["--config", file])
     assert " rows, 16 to evaluate on" in capsys.readouterr().out, "rows of all datasets"
@@ -175,7 +175,7 @@ def test_dimensions_of_the_file_hold_for_every_loss_over_one_vector(run_file):  
 
 def test_a_plan_counts_a_loss_that_compares_all_pairs(run_file):  # noqa: F811
     def held(**fields) -> float:
-        run = load_run(["--config", run_file(batch_size=2048, **PLAIN, **fields)])
+        run = load_run(["--config", run_file(per_device_train_batch_size=2048, **PLAIN, **fields)])
         return make_plan(run, hardware_of(1, 8.0, 1, None)).options[0].bytes.embeddings
 
     whole = held(losses=[{"loss": "siglip"}, {"loss": "MultipleNegativesRankingLoss"}])
@@ -224,7 +224,7 @@ def test_labels_of_a_stream_that_are_shorter_in_a_later_batch_are_named(main, ru
         row["scores"] = row["scores"][:2]
     file = run_file(
         loss="DistillKLDivLoss", dataset_name=written(tmp_path, "rows", rows), streaming=True, eval_holdout=...,
-        batch_size=2, **PLAIN,
+        per_device_train_batch_size=2, **PLAIN,
     )  # fmt: skip
     with pytest.raises(SystemExit):
         main(["--config", file, "--max_steps", "30"])

@@ -118,7 +118,7 @@ def test_a_run_trains_on_the_file_as_the_last_line_says(main, tmp_path, model, d
     assert f'"dataset_name": "{output}"' in printed.out
     printed_fields = json.loads("{" + printed.out.splitlines()[-1].partition("Train on it: ")[2] + "}")
     fields = printed_fields | {  # the held-out file is as the first one was, without negatives
-        "model_name_or_path": model, "batch_size": 8, "eval_dataset_name": data,
+        "model_name_or_path": model, "per_device_train_batch_size": 8, "eval_dataset_name": data,
         "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1,
         "output_dir": str(tmp_path / "out"), "use_cpu": True, "disable_tqdm": True, "report_to": "none",
         "logging_steps": 1, "save_strategy": "no",

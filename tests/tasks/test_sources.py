@@ -44,7 +44,7 @@ def run_file(tmp_path):
                 {"dataset_name": str(tmp_path / "code.search.jsonl"), "name": "code", "id_column": "id"},
             ],
             "prompts": {"query": "parse "}, "max_length": {"query": 8, "positive": 8, "negative": 6},
-            "batch_size": 8, "gradient_cache_chunk_size": 5, "num_train_epochs": 1,
+            "per_device_train_batch_size": 8, "gradient_cache_chunk_size": 5, "num_train_epochs": 1,
             "output_dir": str(tmp_path / "out"),
             "logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "report_to": "none", "save_strategy": "no",
         }  # fmt: skip
@@ -229,7 +229,7 @@ def test_what_can_not_be_is_refused_while_the_file_is_read(run_file, fields, wor
 @pytest.mark.parametrize(
     "fields, words",
     [
-        ({"batch_size": 32}, '"triplets" has 20 rows, fewer than one global batch of 32'),
+        ({"per_device_train_batch_size": 32}, '"triplets" has 20 rows, fewer than one global batch of 32'),
         ({"prompts": {"querry": "x"}}, 'prompts has "querry", which is no column of this run'),
         ({"max_length": {"querry": 8}}, 'max_length has "querry", which is no column of this run'),
         ({"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"},

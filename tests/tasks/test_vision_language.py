@@ -62,7 +62,7 @@ def run_file(tmp_path):
         fields = {
             "model_name_or_path": str(tmp_path / "model"), "dataset_name": str(tmp_path / "rows.jsonl"),
             "columns": COLUMNS, "image_folder": str(tmp_path / "photos"), "pooling": "last", "eval_holdout": 4,
-            "prompts": {"query": "find it", "positive": "", "negative": ""}, "batch_size": 4,
+            "prompts": {"query": "find it", "positive": "", "negative": ""}, "per_device_train_batch_size": 4,
             "gradient_cache_chunk_size": 3, "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2,
             "output_dir": str(tmp_path / "out"), "use_cpu": True, "disable_tqdm": True, "report_to": "none",
         }  # fmt: skip

@@ -87,7 +87,7 @@ def with_prompt() -> SentenceTransformer:
     (lambda path: Tiny(), {}, "Tiny does not say that it takes rows so"),
     (lambda path: embedding_model(model_config("mpnet")), {}, 'model type "mpnet"'),
     (lambda path: bert("eager"), {}, 'attn_implementation="eager"'),
-    (lambda path: bert(), {"torch_compile": True, "torch_compile_mode": "reduce-overhead"}, "CUDA graphs are recorded"),
+    (lambda path: bert(), {"torch_compile": True, "torch_compile_mode": "reduce-overhead"}, "CUDA graphs are"),
     (lambda path: with_prompt(), {}, "tokens of their own"),
     (picture_model, {}, "its modules are not a Transformer, a Pooling"),
     (routed_model, {}, "its modules are not a Transformer, a Pooling"),

@@ -704,7 +704,8 @@ def test_lengths_stay_where_the_loss_reads_them_unless_the_folder_normalises(
     if name == "SoftmaxLoss":
         options = {"num_labels": 2, "embedding_dimension": WIDTH}
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    fields |= {"model_name_or_path": folder, "loss": name, "loss_options": options, "batch_size": 8, "max_steps": 1}
+    fields |= {"model_name_or_path": folder, "loss": name, "loss_options": options, "max_steps": 1}
+    fields |= {"per_device_train_batch_size": 8}
     empty = dict.fromkeys(
         ("model_config", "tokenizer_name", "eval_holdout", "prompts", "columns", "projection_dim",
          "learnable_temperature"), ...

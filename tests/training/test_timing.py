@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from transformers import TrainerCallback
 
 from hf_dist_ext.engine.losses import InfoNCELoss
@@ -16,6 +17,7 @@ from hf_dist_ext.training.timing import PARTS, StepClock
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.parity.exactness_worker import BERT, Case, collate
 from tests.tiny_models import embedding_model
+from tests.training.test_nonfinite import rows
 
 
 class Clock(TrainerCallback):
@@ -69,6 +71,40 @@ def test_the_parts_of_a_step_add_up_to_it(tmp_path):
     assert seconds == {
         "data": 16.0, "encode": 6 * 4.0, "loss": 2.0, "replay": 5 * 5.0, "last_backward": 5.0, "optimizer": 8.0
     }  # fmt: skip
+
+
+class TwoLines(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.line = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, x, labels=None):
+        return {"loss": (self.line(self.frozen(x)) - labels).pow(2).mean()}
+
+
+@pytest.mark.parametrize("named", [["line"], None])
+def test_a_step_with_a_models_own_loss_is_loading_computing_and_the_update(tmp_path, named):
+    clock, model = Clock(), TwoLines()
+
+    def load(rows):
+        clock.pass_(16.0)
+        return torch.utils.data.default_collate(rows)
+
+    model.line.register_forward_hook(lambda *_: clock.pass_(4.0))
+    args = DistTrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=6, gradient_accumulation_steps=2, max_steps=4,
+        logging_steps=2, use_cpu=True, save_strategy="no", report_to=[], disable_tqdm=True, trainable_modules=named,
+    )  # fmt: skip
+    trainer = DistTrainer(model, args, data_collator=load, train_dataset=rows({}, 48), callbacks=[clock])
+    trainer.create_optimizer().register_step_pre_hook(lambda *_: clock.pass_(8.0))
+    with mock.patch.object(timing, "time", clock):
+        trainer.train()
+    lines = [{name: one[name] for name in one if name.startswith("seconds_")} for one in trainer.state.log_history]
+    lines = [line for line in lines if line]
+    assert len(lines) == (2 if named else 0), "a run of which nothing is ours logs what Trainer does"
+    assert sum(2 * line.pop("seconds_data") for line in lines) == (8 * 16.0 if named else 0)  # one batch ahead
+    assert all(line == {"seconds_compute": 2 * 4.0, "seconds_optimizer": 8.0} for line in lines)
+    assert not trainer.clock._spans
 
 
 def test_a_run_that_logs_nothing_keeps_no_times(tmp_path):
