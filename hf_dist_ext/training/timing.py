@@ -38,7 +38,8 @@ class StepClock(TrainerCallback):
     measured."""
 
     def __init__(self, device: torch.device):
-        self.device, self.parts = device, PARTS
+        self.device = device
+        self.parts: tuple[str, ...] = PARTS
         self._steps = 0
         self._sums: dict[str, float] = defaultdict(float)
         self._spans: deque[tuple[str, Any, Any]] = deque()  # whose end the device may not have reached
