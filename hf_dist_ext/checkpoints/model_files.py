@@ -261,7 +261,7 @@ class ModelFiles:
             trainable.load_weights(model, self._saved_here(), folder, trusts, strategy.elsewhere)
         elif self._empty is not None and strategy.split:
             safe_reading.check(folder, trusts)
-            sentence_model.load(self.bare_model(), folder)
+            sentence_model.load(self.bare_model(), folder, strategy.read_backbone)
         elif strategy.load_whole(self.model(), folder):
             pass
         elif self.is_ours and strategy.reads_own_format and not strategy.holds_own_format(folder):
