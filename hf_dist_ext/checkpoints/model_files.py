@@ -20,7 +20,7 @@ from hf_dist_ext.checkpoints import commit, loss_state, merge, resume, safe_read
 from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.checkpoints.facts import base_model, dtype_of_base
 from hf_dist_ext.checkpoints.weights import load_in_memory_names
-from hf_dist_ext.models.adapters import adapters_of, merged_weights
+from hf_dist_ext.models.adapters import adapters_of, merged_weights, trains_beside
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies import consensus
 from hf_dist_ext.strategies.base import Strategy
@@ -95,9 +95,11 @@ class ModelFiles:
     @property
     def are_adapters_merged(self) -> bool:
         """At the end. A folder of sentence-transformers holds adapters beside the other modules' weights, so they may
-        stay where their base lies somewhere."""
+        stay where their base lies somewhere and has not trained."""
         bare = self.bare_model()
-        is_wanted = base_model(bare) is None if is_of_sentence_transformers(bare) else self.is_part
+        is_wanted = self.is_part
+        if is_of_sentence_transformers(bare):
+            is_wanted = base_model(bare) is None or trains_beside(bare)
         return (is_wanted or (self.is_ours and self.args.save_full_model)) and bool(adapters_of(bare))
 
     @property
@@ -135,7 +137,8 @@ class ModelFiles:
         yield from (p for p in self.model().parameters() if not self.is_part or p.requires_grad)
 
     def save_for_resume(self, folder: Path, save: Save, writer: Writer) -> bool:
-        self._save_digests(folder)
+        if self.has_adapters:
+            self._save_digests(folder)
         if self.is_part or self.is_sharded:  # FSDP's shards follow with the optimizer
             self._save_description(folder)
             if self.is_part:
@@ -208,7 +211,7 @@ class ModelFiles:
         trainable.save_weights(self.model(), saved, digests, folder, keep, is_sharded, writer, strategy)
 
     def _save_digests(self, folder: Path) -> None:
-        if self.has_adapters and self.frozen_digests and self.args.should_save:
+        if self.frozen_digests and self.args.should_save:
             trainable.write_digests(folder, self.frozen_digests)
 
     def _save_whole(self, folder: Path, save: Save) -> None:
@@ -224,7 +227,7 @@ class ModelFiles:
 
     def save_at_end(self, folder: Path, save: Save, as_trainer: Save, facts: Callable[[], Mapping[str, Any]]) -> bool:
         """`as_trainer`: Trainer's `save_model`, without its push; `facts`: of the manifest."""
-        if not self.are_adapters_merged:
+        if adapters_of(self.bare_model()) and not self.are_adapters_merged:
             consensus.together(lambda: self._save_digests(folder))
         if not self.ends_complete:
             consensus.together(lambda: self._save_description(folder))
@@ -258,7 +261,7 @@ class ModelFiles:
             trainable.load_weights(model, self._saved_here(), folder, trusts, strategy.elsewhere)
         elif self._empty is not None and strategy.split:
             safe_reading.check(folder, trusts)
-            sentence_model.load(self.bare_model(), folder)
+            sentence_model.load(self.bare_model(), folder, strategy.read_backbone)
         elif strategy.load_whole(self.model(), folder):
             pass
         elif self.is_ours and strategy.reads_own_format and not strategy.holds_own_format(folder):

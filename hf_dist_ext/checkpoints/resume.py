@@ -24,12 +24,13 @@ from torch import nn
 from transformers import set_seed
 from transformers.utils import logging
 
-from hf_dist_ext.checkpoints import manifest, safe_reading, trainable
+from hf_dist_ext.checkpoints import manifest, safe_reading, sentence_model, trainable
 from hf_dist_ext.checkpoints.folder import another, checkpoint_to_resume, missing_from_checkpoint
 from hf_dist_ext.checkpoints.loss_state import LOSS_OPTIMIZER, LOSS_WEIGHTS, loss_parameters, state_of
 from hf_dist_ext.checkpoints.weights import load_in_memory_names, weights_in_memory_names
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.models.adapters import adapters_of
+from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.models.weights import check_weights
 from hf_dist_ext.strategies import collectives, consensus
 from hf_dist_ext.strategies.base import Strategy
@@ -361,6 +362,8 @@ def load_weights_only(
     """The checkpoint's weights into the bare model; UsageError when they do not fit it."""
     if trainable.has_trainable_weights(folder):
         trainable.load_on_base(model, folder, trust, strategy.elsewhere, strategy.said_by_parts)
+    elif strategy.split and is_of_sentence_transformers(model) and (folder / "modules.json").is_file():
+        sentence_model.load(model, folder, strategy.read_backbone)
     elif strategy.load_whole(model, folder) or load_in_memory_names(model, str(folder)):
         pass
     elif hasattr(model, "peft_config") and list(folder.glob("**/adapter_model.*")):

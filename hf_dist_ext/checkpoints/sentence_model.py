@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.adapters import PREFIX, WEIGHTS, adapters_of, remove_from
 from hf_dist_ext.models.backbones import check_complete, pooler_left_out, without_pooler
 from hf_dist_ext.models.folders import read_json
-from hf_dist_ext.strategies.tensors import own_class, put
+from hf_dist_ext.strategies.tensors import own_class, put, whole
+
+Read = Callable[..., Any]  # as `Strategy.read_backbone`
 
 # a mode of Pooling -> the boolean that names it in the older layout
 POOLING_FLAGS = {
@@ -85,13 +87,14 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta")
 
 
-def save(empty: Any, whole: Mapping[str, torch.Tensor], folder: str | Path, merged: bool = False) -> None:
-    """`empty`: of `empty_copy`; `whole`: the model's state dict, which `merged` has no adapters any more. The card is
+def save(empty: Any, weights: Mapping[str, torch.Tensor], folder: str | Path, merged: bool = False) -> None:
+    """`empty`: of `empty_copy`; `weights`: the model's state dict, with `merged` without its adapters. The card is
     written by who knows the run."""
-    filled = copy.deepcopy(empty, {id(one): one for one in (*empty.parameters(), *empty.buffers(), *_shared(empty))})
+    kept = (*empty.parameters(), *empty.buffers(), *_shared(empty))
+    filled = copy.deepcopy(empty, {id(one): one for one in kept})
     if merged:
         remove_from(filled.transformers_model)
-    filled.load_state_dict(dict(whole), assign=True)
+    filled.load_state_dict(dict(weights), assign=True)
     write(filled, folder)
 
 
@@ -166,9 +169,14 @@ def _write(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def state_dict_of(model: Any, folder: str) -> dict[str, torch.Tensor]:
+def _from_pretrained(kind: Any, folder: str | Path, **options: Any) -> Any:
+    return kind.from_pretrained(folder, **options)
+
+
+def state_dict_of(model: Any, folder: str, read: Read = _from_pretrained) -> dict[str, torch.Tensor]:
     """The weights of a folder that `save` wrote, under the model's own names. The classes of the model in memory read
-    it, so code that lies in the folder is not run. The base of adapters is in no checkpoint, and stays the model's."""
+    it, so code that lies in the folder is not run. The base of adapters is in no checkpoint, and stays the model's.
+    `read`: of a class and a folder a model of transformers, or a part of one."""
     found: dict[str, torch.Tensor] = {}
     saved, own = read_json(Path(folder, "modules.json")), list(model.named_children())
     if len(saved) != len(own):
@@ -177,7 +185,7 @@ def state_dict_of(model: Any, folder: str) -> dict[str, torch.Tensor]:
     with _keeps_float64(model) as dtype:
         for (name, module), one in zip(own, saved, strict=True):
             for prefix, part, place in _parts(name, module, Path(folder, one["path"])):
-                found |= {f"{prefix}.{key}": value for key, value in _weights_of(part, place, dtype).items()}
+                found |= {f"{prefix}.{key}": value for key, value in _weights_of(part, place, dtype, read).items()}
     return found
 
 
@@ -191,7 +199,7 @@ def _parts(name: str, module: Any, place: Path) -> Iterator[tuple[str, Any, Path
             yield from _parts(f"{name}.sub_modules.{route}.{number}", part, place / below)
 
 
-def _weights_of(module: Any, place: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _weights_of(module: Any, place: Path, dtype: torch.dtype, read: Read) -> dict[str, torch.Tensor]:
     own = module.state_dict()
     if not own:
         return {}
@@ -205,7 +213,7 @@ def _weights_of(module: Any, place: Path, dtype: torch.dtype) -> dict[str, torch
     inside, has_pooler = module.model, any(key.startswith("model.pooler.") for key in own)
     with nullcontext({}) if has_pooler else pooler_left_out(inside.config) as without:
         options = {"dtype": dtype, "config": inside.config, "output_loading_info": True}
-        loaded, report = own_class(inside).from_pretrained(place, **options, **without)
+        loaded, report = read(own_class(inside), place, **options, **without)
     check_complete(loaded, report["missing_keys"], place)
     found = {f"model.{key}": value for key, value in loaded.state_dict().items()}
     # a model of a run file lacks a pooler that no embedding depends on (models/from_run.py)
@@ -234,13 +242,14 @@ def _keeps_float64(model: nn.Module) -> Iterator[torch.dtype]:
 
 
 @torch.no_grad()
-def load(model: Any, folder: str | Path) -> None:
-    """Every rank takes its parts of the weights of a folder."""
-    weights = state_dict_of(model, str(folder))
+def load(model: Any, folder: str | Path, read: Read = _from_pretrained) -> None:
+    """Every rank takes its parts of the weights of a folder; `read` may give it these alone."""
+    weights = state_dict_of(model, str(folder), read)
     for name, tensor in model.state_dict().items():
         if name not in weights or weights[name].shape != tensor.shape:
             raise UsageError(f"{folder} does not fit this model: {name!r}. Use the options it was saved with.")
-        put(tensor, weights[name])
+        with whole(weights[name]) as content:
+            put(tensor, content)
 
 
 def is_sharded(model: Any) -> bool:

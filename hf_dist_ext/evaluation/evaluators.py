@@ -153,9 +153,13 @@ def check_best_metric(best: str | None, evaluator: Any, others: Sequence[str]) -
     if name in others:
         return best
     is_one = len(parts) == 1 and parts[0] is evaluator
-    known = [*others, *([] if is_one else ["sequential_score"]), *(n for p in parts for n in figure_names(p) or ())]
+    known = [
+        *others,
+        *(["sequential_score"] if parts and not is_one else []),
+        *(n for p in parts for n in figure_names(p) or ()),
+    ]
     starts = [name for part in parts if figure_names(part) is None for name in _names(part)]
-    is_open = best is None or not parts or not all(isinstance(one, str) and one for one in starts)
+    is_open = best is None or not all(isinstance(one, str) and one for one in starts)
     if is_open or name in known or any(name.startswith(f"{one}_") for one in starts):
         return None
     near = difflib.get_close_matches(name, known, 3, 0.3) or known

@@ -28,6 +28,15 @@ def adapters_of(model: Any) -> Mapping[str, Any]:
     return getattr(holder, "peft_config", None) or {}
 
 
+def trains_beside(model: Any) -> bool:
+    """Whether parts of the base train too, of a SentenceTransformer those of its model of transformers, which a folder
+    of adapters does not hold."""
+    inside = getattr(model, "transformers_model", None)
+    own = tuple(f".{name}." for name in adapters_of(model))
+    trained = [f"{name}." for name, p in (model if inside is None else inside).named_parameters() if p.requires_grad]
+    return any(not any(one in name for one in own) for name in trained)
+
+
 def base_of(folder: Path) -> tuple[str, str | None]:
     """The base that adapters were trained on, and its revision."""
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))

@@ -275,6 +275,10 @@ class Strategy:
         """Around `save_pretrained` of whole weights on one rank."""
         return nullcontext()
 
+    def read_backbone(self, kind: Any, folder: str | Path, **options: Any) -> Any:
+        """What `kind.from_pretrained` gives: of a model whose layers are split, this rank's part of them."""
+        return kind.from_pretrained(folder, **options)
+
     def load_whole(self, model: nn.Module, folder: str | Path) -> bool:
         """Read a whole folder into the model where that takes more than reading it; False: it does not."""
         return False

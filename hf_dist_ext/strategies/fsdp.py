@@ -223,9 +223,9 @@ class Scalars(nn.ParameterList):
 
 
 def keep_scalars_whole(plugin: Any, model: nn.Module, device: torch.device) -> None:
-    """FSDP2 can not shard a parameter without dimensions, such as the `logit_scale` of CLIP and the `logit_bias` of
-    SigLIP, on which no embedding depends and which are therefore frozen: every rank has them whole. Of one that trains
-    torch's own error says what to do."""
+    """FSDP2 can not shard a parameter without dimensions, such as the `logit_scale` of CLIP, on which no embedding
+    depends and which is therefore frozen: every rank has it whole. Of one that trains torch's own error says what to
+    do."""
     found = {
         f"{path}.{name}" if path else name: parameter
         for path, module in model.named_modules()

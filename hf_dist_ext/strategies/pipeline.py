@@ -287,7 +287,8 @@ class Pipeline(Strategy):
             return is_in_parts and adapters.load(self.whole, Path(folder))
         # float32 holds what either half precision holds; copying casts back to each parameter's own.
         dtype = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()}, torch.float32)
-        theirs = self.read(folder, dtype).state_dict()
+        base = self.cut.base
+        theirs = self.read_backbone(type(base), folder, dtype=dtype, config=base.config).state_dict()
         for name, tensor in model.state_dict().items():
             if name not in theirs or theirs[name].shape != tensor.shape:
                 raise UsageError(f"{folder} does not fit this model: {name!r}. Use the options it was saved with.")
@@ -295,9 +296,8 @@ class Pipeline(Strategy):
                 put(tensor, content)
         return True
 
-    def read(self, folder: str | Path, dtype: torch.dtype) -> nn.Module:
-        """A model of this rank's stages, with the weights of a folder."""
-        return type(self.cut.base).from_pretrained(folder, dtype=dtype, in_stages=self._in_stages)
+    def read_backbone(self, kind: Any, folder: str | Path, **options: Any) -> Any:
+        return self._in_stages(kind).from_pretrained(folder, **options)
 
     def check_resumable(self, folder: Path, content: Mapping[str, Any], world_size: int) -> None:
         if content.get("pipeline_parallel_size", 1) == 1:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,10 +147,6 @@ class OwnLossPipeline(Pipeline):
     def _names_of(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         ids = {id(parameter) for parameter in parameters}
         return [name for name, p in self.whole.named_parameters(remove_duplicate=False) if id(p) in ids]
-
-    def read(self, folder: str | Path, dtype: torch.dtype) -> nn.Module:
-        base = self.cut.base
-        return self._in_stages(type(base)).from_pretrained(folder, dtype=dtype, config=base.config)
 
 
 class _OwnLossFlow(Flow):

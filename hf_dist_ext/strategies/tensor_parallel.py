@@ -143,6 +143,9 @@ class TensorParallel(Sharded):
         is_split = getattr(config, "distributed_config", None) is not None
         return meanwhile(config, "distributed_config", None) if is_split else contextlib.nullcontext()
 
+    def read_backbone(self, kind: Any, folder: str | Path, **options: Any) -> Any:
+        return kind.from_pretrained(folder, distributed_config=self.config, **options)
+
     @torch.no_grad()
     def load_whole(self, model: nn.Module, folder: str | Path) -> bool:
         """Every rank reads its own part only."""
@@ -151,8 +154,7 @@ class TensorParallel(Sharded):
         base = own_class(model)
         # float32 holds what either half precision holds; copying casts back to each parameter's own.
         dtype = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()}, torch.float32)
-        other = base.from_pretrained(folder, distributed_config=model.config.distributed_config, dtype=dtype)
-        theirs = other.state_dict()
+        theirs = self.read_backbone(base, folder, dtype=dtype).state_dict()
         for name, tensor in model.state_dict().items():
             if name not in theirs or theirs[name].shape != tensor.shape:
                 raise UsageError(f"{folder} does not fit this model: {name!r}. Use the options it was saved with.")

@@ -14,6 +14,7 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hf_dist_ext import launched, policy
-from hf_dist_ext.checkpoints import manifest, trainable
+from hf_dist_ext.checkpoints import manifest, sentence_model, trainable
 from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
@@ -95,8 +96,16 @@ def goes_on_elsewhere(base: Path, folder: Path, pipeline_schedule: str = "zero_b
             found["moments"] = all_ranks(all(torch.equal(m, saved[f"{n}/exp_avg_sq"]) for n, m in moments.items()))
             found["moved"] = all_ranks(len(moments) > 20 and all(moment.norm() > 0 for moment in moments.values()))
 
+    def watched(*arguments) -> dict[str, torch.Tensor]:
+        weights = state_dict_of(*arguments)
+        found["parts"] = all_ranks(sum(w.numel() for w in weights.values()) < 0.6 * num_elements)
+        return weights
+
+    num_elements = sum(p.numel() for p in loaded(folder / "checkpoint-4").parameters())
+    state_dict_of = sentence_model.state_dict_of
     trainer.add_callback(Read())
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    with mock.patch.object(sentence_model, "state_dict_of", watched):
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
     return found
 
 
@@ -237,8 +246,8 @@ def trained_twice(base: Path, folder: Path) -> list[float]:
     return [trainer.train().training_loss for _ in range(2)]
 
 
-def takes_frozen(base: Path, folder: Path, **more) -> float:
-    """The loss of a run that begins with the weights of a checkpoint of frozen parts, and nothing else of it."""
+def takes_weights(base: Path, folder: Path, **more) -> float:
+    """The loss of a run that begins with the weights of a checkpoint, and nothing else of it."""
     newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
     other = folder.with_name("weights_only")
     trainer = make_trainer(base, other, save_strategy="no", max_steps=1, resume_weights_only=True, **more)
@@ -377,7 +386,8 @@ def main() -> None:
         found["not_finite"] = not_finite(base, folder / "not_finite")
         found["evaluation"] = evaluated(base, folder / "eval")
         found["again"] = trained_twice(base, folder / "again")
-        found["weights_only"] = takes_frozen(base, folder / "frozen", **more)
+        found["weights_only"] = takes_weights(base, folder / "frozen", **more)
+        found["whole weights only"] = takes_weights(base, folder / "run")
         found["said"] = refusals(base, folder)
     if rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))

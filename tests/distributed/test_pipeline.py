@@ -164,7 +164,7 @@ def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(kind):
 
 
 def test_a_checkpoint_is_read_by_processes_that_have_other_stages():
-    assert found()["elsewhere"] == {"weights": True, "moments": True, "moved": True}
+    assert found()["elsewhere"] == {"weights": True, "moments": True, "moved": True, "parts": True}
 
 
 def test_one_process_goes_on_from_the_weights_of_a_pipeline(tmp_path):
@@ -216,6 +216,10 @@ def test_a_trainer_trains_once_more():
 
 def test_weights_of_a_run_with_frozen_parts_are_taken():
     assert found()["weights_only"] > 0
+
+
+def test_so_are_those_of_a_whole_checkpoint():
+    assert found()["whole weights only"] > 0
 
 
 def test_an_evaluation_is_that_of_one_process(tmp_path):

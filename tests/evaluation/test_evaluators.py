@@ -226,7 +226,9 @@ def test_a_best_metric_that_no_evaluator_gives_is_refused():
     sts, unnamed = (evaluators.of_vectors.EmbeddingSimilarityEvaluator(["a"], ["b"], [1], name=n) for n in ("sts", ""))
     both = evaluators.of_vectors.SequentialEvaluator([sts, sts])
     for best, of in [("eval_sts_x", sts), ("sts_x", both), ("eval_sequential_score", both), ("loss", sts),
-                     (None, sts), ("eval_any", unnamed), ("eval_any", None), ("any", lambda: 1)]:  # fmt: skip
+                     (None, sts), ("eval_any", unnamed), ("eval_loss", None), ("any", lambda: 1)]:  # fmt: skip
         check_best_metric(best, of, ["loss"])
     with pytest.raises(UsageError, match="Closest: loss. Others begin with eval_sts_."):
         check_best_metric("eval_los", sts, ["loss"])
+    with pytest.raises(UsageError, match="Closest: loss.$"):
+        check_best_metric("eval_los", None, ["loss"])

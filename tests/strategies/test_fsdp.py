@@ -1,6 +1,7 @@
 """What FSDP writes into a checkpoint is what accelerate would write, which reads it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +10,12 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies.fsdp import Scalars, keep_scalars_whole
 from tests.checkpoints.test_async_save import same
 from tests.checkpoints.test_trainable import SMALL, make
 from tests.distributed.forked import Run
+from tests.tiny_models import dual_encoder
 
 
 def read(folder: Path, name: str) -> dict:
@@ -48,3 +52,27 @@ def test_the_files_of_a_checkpoint_are_those_that_accelerate_writes(tmp_path, mo
         assert same(ours, expected) and str(ours.keys()) == str(expected.keys())
         content = ours.get("model", ours.get("optimizer", ours))
         assert len(content) >= 2 and (name == "optimizer" or all("lora" in key for key in content) == adapts)
+
+
+def test_frozen_parameters_without_dimensions_are_left_alone_and_keep_their_names():
+    """tests/distributed/test_dual_encoders.py trains such a model."""
+    model, plugin = dual_encoder("clip"), SimpleNamespace(cpu_ram_efficient_loading=False, ignored_modules=None)
+    inside = model.transformers_model
+    inside.logit_scale.requires_grad_(False)
+    inside.text_model.register_parameter("trains", torch.nn.Parameter(torch.ones(())))
+    before = [name for name, _ in model.named_parameters()]
+    keep_scalars_whole(plugin, model, torch.device("cpu"))
+    (found,) = plugin.ignored_modules
+    assert isinstance(found, Scalars) and [*found] == [inside.logit_scale]
+    assert sorted(name for name, _ in model.named_parameters()) == sorted(before)
+    keep_scalars_whole(plugin, torch.nn.Linear(2, 2), torch.device("cpu"))
+    assert plugin.ignored_modules == [found]
+
+
+@pytest.mark.parametrize("field, value", [("cpu_ram_efficient_loading", True), ("ignored_modules", ".*text_model")])
+def test_lines_of_a_yaml_that_such_parameters_do_not_go_with_are_named(field, value):
+    model = dual_encoder().requires_grad_(False)
+    plugin = SimpleNamespace(**{"cpu_ram_efficient_loading": False, "ignored_modules": None, field: value})
+    words = f'fsdp_{field}: .*SentenceTransformer: .*its parameter "backbone.model.logit_scale", a single number'
+    with pytest.raises(UsageError, match=words):
+        keep_scalars_whole(plugin, model, torch.device("cpu"))

@@ -370,6 +370,21 @@ def test_adapters_beside_a_trained_projection_are_served_and_merged(run_file, tm
     merge(tmp_path / "out" / "checkpoint-2", tmp_path / "of-checkpoint")
     ours, *theirs = (embeddings(load_for_serving(str(tmp_path / n))) for n in ("out", "merged", "of-checkpoint"))
     assert all(torch.allclose(ours, one, atol=1e-6) for one in theirs)
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    changed = {name: value * 1.001 for name, value in weights.items()}
+    save_file(changed, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match="frozen weights .* with other values"):
+        merge(tmp_path / "out", tmp_path / "of-another-base")
+
+
+def test_what_trains_of_the_base_beside_adapters_is_in_the_folder_at_the_end(run_file, tmp_path):
+    """A folder of adapters would not hold it."""
+    main(run_file(trainable_modules=["embeddings"], max_steps=2))
+    merge(tmp_path / "out" / "checkpoint-2", tmp_path / "merged")
+    before, end, merged = (loaded(tmp_path / name).state_dict() for name in ("base", "out", "merged"))
+    name = next(name for name in end if name.endswith("word_embeddings.weight"))
+    assert not torch.equal(before[name], end[name]) and not (tmp_path / "out" / "adapter_config.json").exists()
+    assert all(torch.allclose(merged[name], value, atol=1e-6) for name, value in end.items())
 
 
 def test_every_kind_of_stage_of_an_embedding_model_ends_with_a_whole_folder(run_file, tmp_path, capsys):

@@ -250,7 +250,7 @@ def test_the_best_model_is_the_one_with_the_best_metric_over_distinct_documents(
 def test_a_misspelt_metric_is_refused_before_training_where_the_figures_are_known(tmp_path):
     rows, words, vectors = captioned()
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
-    with pytest.raises(UsageError, match='metric_for_best_model="eval_mmr@10" is none .* Closest: mrr@10'):
+    with pytest.raises(UsageError, match='metric_for_best_model="eval_mmr@10" is no figure .* Closest: mrr@10'):
         trainer(tmp_path, Table(vectors), rows, words=words, metric_for_best_model="eval_mmr@10", **best)
     for metric in ("eval_mrr@10", "loss"):
         trainer(tmp_path, Table(vectors), rows, words=words, metric_for_best_model=metric, **best)

@@ -302,7 +302,8 @@ def test_what_is_said_of_an_update_goes_to_a_device_without_waiting():
     health = Mock(guard=None, stop=None, _loss_of_update=None, inputs=[], _replays=[], _rounding=0.0)
     health.bad_rows.new_ones = lambda: 2
     with FakeTensorMode(), Copies() as copies:
-        loss, again = torch.empty((), device="cuda:0"), ReplayError(torch.empty(5, device="cuda:0"), ["query"] * 5)
+        again = ReplayError(torch.empty(5, device="cuda:0"), list(range(5)), ["query"] * 5)
+        loss = torch.empty((), device="cuda:0")
         assert Health.after_backward(health, loss, {}, True, again, 1e-6) is loss
     assert copies.are_free == [True] and health._answers().device == loss.device
 
