@@ -174,8 +174,17 @@ def resumed(base: Path, folder: Path, **more) -> dict:
     rows = collate(list(range(7)))
     with torch.no_grad():
         ours = trainer.step.score_only(trainer.model, rows).embeddings
+    models = [whole]
+    if adapters_of(trainer.model):
+        trainer.args.save_full_model = True
+        trainer.save_model(str(folder / "merged"))
+        trainer.accelerator.wait_for_everyone()
+        models.append(loaded(folder / "merged", merges_adapters=False).eval())
+        assert not adapters_of(models[-1])
     found["embeddings_differ"] = max(
-        (ours[name] - embed(whole, **features)).abs().max().item() for name, features in rows.items()
+        (ours[name] - embed(model, **features)).abs().max().item()
+        for model in models
+        for name, features in rows.items()
     )
     return found
 

@@ -257,6 +257,8 @@ def test_folder_and_checkpoint_of_sharded_adapters_are_merged_into_the_model_at_
         trainer = DistTrainer(base, args, loss=InfoNCELoss(), train_dataset=rows)
         trainer.train()
         trainer.save_model()
+        trainer.args.save_full_model = True
+        trainer.save_model(str(tmp_path / "whole"))
         trainer.accelerator.wait_for_everyone()
         return str(trainer.is_fsdp_enabled)
 
@@ -264,6 +266,9 @@ def test_folder_and_checkpoint_of_sharded_adapters_are_merged_into_the_model_at_
     expected = loaded(tmp_path / "run")
     base = loaded(tmp_path / "base").state_dict()
     assert expected.pooling.pooling_mode == "cls"
+    assert not (tmp_path / "whole" / "adapter_config.json").exists()
+    whole = loaded(tmp_path / "whole").state_dict()
+    assert all(torch.allclose(whole[name], value, atol=1e-7) for name, value in expected.state_dict().items())
     assert any(not torch.equal(base[name], value) for name, value in expected.state_dict().items())
     for name in ("", "checkpoint-2"):
         cli.main(["merge", str(tmp_path / "run" / name), "--output", str(tmp_path / f"merged{name}")])
