@@ -334,6 +334,7 @@ def routed(*models: SentenceTransformer) -> SentenceTransformer:
 
 
 def embeddings_of(model: nn.Module, features: dict, column: str) -> torch.Tensor:
+    """In float32 at least, in which a loss compares them."""
     if isinstance(model, Towers):
         return model(column, **features)
     is_routed = isinstance(model[0], Router)
@@ -342,7 +343,8 @@ def embeddings_of(model: nn.Module, features: dict, column: str) -> torch.Tensor
         is_real = features["attention_mask"].bool()
         ends = is_real.sum(1).cumsum(0)
         features = {"input_ids": features["input_ids"][is_real], "offsets": ends - is_real.sum(1)}
-    return model(dict(features), **({"task": TASKS[column]} if is_routed else {}))["sentence_embedding"]
+    found = model(dict(features), **({"task": TASKS[column]} if is_routed else {}))["sentence_embedding"]
+    return found.to(torch.promote_types(found.dtype, torch.float32))
 
 
 def with_lora(model: SentenceTransformer, targets: list[str], dropout: float = 0.0) -> SentenceTransformer:
