@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -174,7 +175,8 @@ def add_card(trainer: Any, given: Mapping[str, Any]) -> bool:
         setattr(seen, name, _for_card(given.get(name)))
     trainer.add_callback(callback)
     drawn = random.getstate()  # examples are drawn; training draws the same with and without a card
-    with meanwhile(model_card, "tqdm", _without_bar) if trainer.args.disable_tqdm else nullcontext():
+    has_no_bar = trainer.args.disable_tqdm or not sys.stderr.isatty()
+    with meanwhile(model_card, "tqdm", _without_bar) if has_no_bar else nullcontext():
         try:
             callback.on_init_end(args, trainer.state, trainer.control, model=model, trainer=seen)
         except Exception as error:  # anything: rows that cannot be read are met here, before training skips them
