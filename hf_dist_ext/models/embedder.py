@@ -36,8 +36,15 @@ PART = "part"  # an argument of a forward that `_cut_forward` has cut
 
 
 def embedder_of(model: nn.Module) -> Embedder:
-    """`model`: without its wrappers."""
-    return SentenceEmbedder(model) if is_of_sentence_transformers(model) else Embedder(model)
+    """`model`: without its wrappers. Raises UsageError for a model of sentence-transformers inside of peft's."""
+    if is_of_sentence_transformers(model):
+        return SentenceEmbedder(model)
+    if is_of_sentence_transformers(getattr(model, "get_base_model", lambda: None)()):
+        raise UsageError(
+            f"{type(model).__name__} is around a model of sentence-transformers, whose folder then could not hold the "
+            "adapters. Put them inside: model.add_adapter(LoraConfig(...)), without get_peft_model."
+        )
+    return Embedder(model)
 
 
 def is_of_sentence_transformers(model: Any) -> bool:

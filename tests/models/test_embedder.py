@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
@@ -12,6 +13,7 @@ from torch import nn
 from hf_dist_ext.data.sentence_collator import SentenceCollator
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedder import embedder_of
 from tests.sentence_models import bert, picture_model, routed_model, static_model, text_model
 from tests.tiny_models import tiny_tokenizer
@@ -113,3 +115,9 @@ def test_a_module_of_another_kind_keeps_rows_padded(tmp_path):
     assert "modules" in embedder_of(other).why_padded and embedder_of(other).takes_column
     assert embedder_of(static_model()).why_padded is None
     assert copy.deepcopy(model)[0].model is not model[0].model
+
+
+def test_a_model_that_peft_has_wrapped_is_refused_with_the_remedy(tmp_path):
+    wrapped = get_peft_model(text_model(tmp_path), LoraConfig(r=2, target_modules=["query"]))
+    with pytest.raises(UsageError, match="PeftModel is around a model of sentence-transformers.*add_adapter"):
+        embedder_of(wrapped)
