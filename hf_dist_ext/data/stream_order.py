@@ -227,8 +227,8 @@ class Dealer(Sampler[list[Dealt]]):
         text = f"the rows around row {start.rows} of epoch {start.epoch} are not those of the checkpoint"
         if not self.allow_changed:
             raise UsageError(
-                f"the stream can not go on: {text}, so rows would be repeated and others skipped. Restore the data, "
-                "or set allow_changed_data=true."
+                f"the stream can not go on: {text}, so rows would be repeated and others skipped. Restore the data "
+                "and shuffle_buffer_rows, or set allow_changed_data=true."
             )
         self._say(f"allow_changed_data: {text}.")
 
