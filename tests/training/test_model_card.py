@@ -136,7 +136,11 @@ def test_the_card_of_a_dual_encoder_embeds_words_and_pictures(main, run_file, tm
     rows = [{"caption": f"{WORDS[n % 12]} {n}", "file": f"{n}.png"} for n in range(16)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     given = {"model_name_or_path": str(tmp_path / "model"), "dataset_name": str(tmp_path / "pairs.jsonl")}
-    given |= {"columns": {"query": "caption", "positive": "file"}, "image_columns": ["positive"], "batch_size": 4}
+    given |= {
+        "columns": {"query": "caption", "positive": "file"},
+        "image_columns": ["positive"],
+        "per_device_train_batch_size": 4,
+    }
     given |= dict.fromkeys(("model_config", "tokenizer_name", "projection_dim", "prompts"), ...)
     main(["--config", run_file(**given, image_folder=str(tmp_path))])
     card = (tmp_path / "out" / "README.md").read_text()
