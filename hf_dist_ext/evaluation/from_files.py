@@ -54,7 +54,7 @@ class EncodedSide(NamedTuple):
     prompt: str
 
 
-class View(NamedTuple):
+class DimAndPrecision(NamedTuple):
     """Of embeddings: leading dimensions, and values in a lower precision. None: all, and as they are."""
 
     dim: int | None = None
@@ -128,7 +128,9 @@ def _sides(
 def _of_views(data: Any, model: Any, sides: Mapping, similarity: str, batch_size: int) -> list[BaseEvaluator]:
     options, found = data.options, []
     _check_fits(options, model)
-    views = [View(*one) for one in product([None, *(options.dims or ())], [None, *(options.precisions or ())])]
+    views = [
+        DimAndPrecision(*one) for one in product([None, *(options.dims or ())], [None, *(options.precisions or ())])
+    ]
     for view in views[:1] if isinstance(options, Retrieval) else views:  # a corpus is looked at in all views at once
         name = f"{options.name}_{view.prefix}".removesuffix("_")
         evaluator, figures, headlines = KINDS[type(options)](data, model, view, name, similarity, batch_size)
@@ -179,7 +181,7 @@ def _encoded(model: Any, rows: list, encode_fn_name: str | None = None, **option
 # ---- (data, model, view, name, similarity, batch_size) -> Made ----
 
 
-def _retrieval(data: Any, model: Any, view: View, name: str, similarity: str, batch_size: int) -> Made:
+def _retrieval(data: Any, model: Any, view: DimAndPrecision, name: str, similarity: str, batch_size: int) -> Made:
     short = [corpus.names(data.options, similarity, is_short) for is_short in (False, True)]
     figures, headlines = ([one.removeprefix(f"{name}_") for one in names] for names in short)
     prefixes = tuple(f"{one}_" for one in _similarities(data.options, similarity))
@@ -187,7 +189,7 @@ def _retrieval(data: Any, model: Any, view: View, name: str, similarity: str, ba
     return Made(corpus.CorpusEvaluator(data, similarity, batch_size, _encoded), figures, headlines)
 
 
-def _similarity(data: Any, model: Any, view: View, name: str, similarity: str, batch_size: int) -> Made:
+def _similarity(data: Any, model: Any, view: DimAndPrecision, name: str, similarity: str, batch_size: int) -> Made:
     names = _similarities(data.options, similarity)
     evaluator = of_vectors.EmbeddingSimilarityEvaluator(
         *data.columns.values(), batch_size, name=name, precision=view.precision, truncate_dim=view.dim,
@@ -197,7 +199,7 @@ def _similarity(data: Any, model: Any, view: View, name: str, similarity: str, b
     return Made(evaluator, figures, [one for one in figures if one.startswith("spearman")])
 
 
-def _binary(data: Any, model: Any, view: View, name: str, similarity: str, batch_size: int) -> Made:
+def _binary(data: Any, model: Any, view: DimAndPrecision, name: str, similarity: str, batch_size: int) -> Made:
     names = _similarities(data.options, similarity)
     first, second, labels = data.columns.values()
     evaluator = of_vectors.BinaryClassificationEvaluator(
@@ -208,7 +210,7 @@ def _binary(data: Any, model: Any, view: View, name: str, similarity: str, batch
     return Made(evaluator, figures, [one for one in figures if one.endswith("_ap")])
 
 
-def _triplet(data: Any, model: Any, view: View, name: str, similarity: str, batch_size: int) -> Made:
+def _triplet(data: Any, model: Any, view: DimAndPrecision, name: str, similarity: str, batch_size: int) -> Made:
     rows, names = data.columns.values(), _similarities(data.options, similarity)
     more = {"margin": data.options.margin, "name": name, "batch_size": batch_size, "write_csv": False}
     if similarity == MAXSIM:
@@ -219,7 +221,7 @@ def _triplet(data: Any, model: Any, view: View, name: str, similarity: str, batc
     return Made(evaluator, figures, figures)
 
 
-def _reranking(data: Any, model: Any, view: View, name: str, similarity: str, batch_size: int) -> Made:
+def _reranking(data: Any, model: Any, view: DimAndPrecision, name: str, similarity: str, batch_size: int) -> Made:
     rows = [dict(zip(data.columns, row, strict=True)) for row in zip(*data.columns.values(), strict=True)]
     k = data.options.at_k
     more = {"at_k": k, "name": name, "batch_size": batch_size, "write_csv": False}
@@ -232,7 +234,7 @@ def _reranking(data: Any, model: Any, view: View, name: str, similarity: str, ba
     return Made(evaluator, figures, figures)
 
 
-def _nano_beir(data: Any, model: Any, view: View, name: str, similarity: str, batch_size: int) -> Made:
+def _nano_beir(data: Any, model: Any, view: DimAndPrecision, name: str, similarity: str, batch_size: int) -> Made:
     options = data.options
     given = {"dataset_id": options.path, "batch_size": batch_size, "write_csv": False}
     with loading_errors(options.path):
@@ -245,7 +247,7 @@ def _nano_beir(data: Any, model: Any, view: View, name: str, similarity: str, ba
     return Made(evaluator, None, None)
 
 
-def _mteb(data: Any, model: Any, view: View, name: str, similarity: str, batch_size: int) -> Made:
+def _mteb(data: Any, model: Any, view: DimAndPrecision, name: str, similarity: str, batch_size: int) -> Made:
     evaluator = MtebEvaluator(data.options, similarity, batch_size, _encoded)
     return Made(evaluator, ["main_score"], ["main_score"])
 
