@@ -119,8 +119,8 @@ def adapters_elsewhere(base: Path, folder: Path, **fields) -> dict[str, bool]:
     class Read(TrainerCallback):
         def on_train_begin(self, args, state, control, model=None, **others):
             saved, inner = load_file(folder / "checkpoint-4" / WEIGHTS), "base_model.model."
-            own = dict(gathered(adapters.held_here(model), keep=True))
-            own = {name.replace(f"{inner}backbone.", inner): value for name, value in own.items()}
+            own = dict(gathered(adapters.held_here(model.transformers_model), keep=True))
+            own = {f"{inner}{name}": value for name, value in own.items()}
             of_optimizer = bare_optimizer(trainer.optimizer).state
             moments = [of_optimizer[p]["exp_avg_sq"] for p in model.parameters() if p.requires_grad]
             equal = [torch.equal(value, saved[name]) for name, value in own.items() if name in saved]

@@ -37,12 +37,14 @@ class Watch(TrainerCallback):
         self.updates: list[dict] = []
 
     def on_train_begin(self, args, state, control, model=None, **others):
-        model.register_forward_hook(self._note)
+        model.register_forward_hook(self._note, with_kwargs=True)
 
-    def _note(self, module, given, output) -> None:
+    def _note(self, module, given, options, output) -> None:
         if torch.is_grad_enabled():
-            tokens = given[0]["input_ids"].numel()
-            output["sentence_embedding"].register_hook(lambda gradient: self.tokens.append(tokens))
+            features = given[0] if given else options  # of a SentenceTransformer, or of a module of one's own
+            tokens = features["input_ids"].numel()
+            embeddings = output["sentence_embedding"] if given else output
+            embeddings.register_hook(lambda gradient: self.tokens.append(tokens))
 
     def on_step_begin(self, args, state, control, **others):
         self.tokens: list[int] = []
