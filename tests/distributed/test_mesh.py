@@ -206,7 +206,7 @@ def test_an_update_that_is_not_finite_on_one_stage_is_skipped_on_all(layout):
 @slow
 @pytest.mark.parametrize("layout", FOUR)
 def test_a_checkpoint_is_read_by_processes_that_have_other_stages(layout):
-    assert found(layout)["elsewhere"] == {"weights": True, "moments": True, "moved": True}
+    assert found(layout)["elsewhere"] == {"weights": True, "moments": True, "moved": True, "parts": True}
     assert found(layout)["adapters_elsewhere"] == {"weights": True, "moments": True}
 
 
