@@ -240,6 +240,7 @@ class Health(TrainerCallback):
             rank = max(wrong, key=errors.__getitem__)
             own = max((one.worst() for one in replays), default=(0.0, 0, ""), key=lambda worst: worst[0])
             _, number, place = collectives.everyones(own)[rank]
+            place = f"rank {rank}: {place}" if collectives.world_size() > 1 else place
             self.refuse(step, errors[rank], most[rank], place, self.find_causes(number, most[rank]))
 
     def for_log(self) -> dict[str, float]:
