@@ -169,7 +169,7 @@ class ModelFiles:
             if self.args.should_save:
                 loss_state.save_arguments(self.args, folder)
                 model: Any = self.bare_model()
-                if not (writer.is_later or self._is_apart):
+                if not (writer.is_later or self._is_apart) and all(map(sentence_model.is_alone, model.parameters())):
                     sentence_model.write(model, folder)  # with its settings of now
                     return
                 whole = model.state_dict() if whole is None else whole

@@ -94,8 +94,14 @@ def save(empty: Any, weights: Mapping[str, torch.Tensor], folder: str | Path, me
     filled = copy.deepcopy(empty, {id(one): one for one in kept})
     if merged:
         remove_from(filled.transformers_model)
-    filled.load_state_dict(dict(weights), assign=True)
+    alone = {name: tensor if is_alone(tensor) else tensor.clone() for name, tensor in weights.items()}
+    filled.load_state_dict(alone, assign=True)
     write(filled, folder)
+
+
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether it fills its storage. safetensors writes no others: DeepSpeed's weights are parts of one long tensor."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def write(model: Any, folder: str | Path) -> None:
