@@ -33,6 +33,7 @@ from hf_dist_ext.training import audit_rows
 from hf_dist_ext.training.audit_rows import digest_of
 from hf_dist_ext.training.plain_step import PlainStep, on, trained
 from hf_dist_ext.training.repeated_update import RepeatedUpdate
+from hf_dist_ext.training.replay_causes import few
 
 # Relative to the largest: what rounding explains at least, of a gradient and of a loss.
 GRADIENT_ROUNDING = {torch.float64: 1e-8, torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -200,7 +201,7 @@ class _Audit:
         unequal = sorted({n for said in everyone for n in said if any(o.get(n, said[n]) != said[n] for o in everyone)})
         shards = len(self.parameters) - len(own)
         of_shards = f"{shards} of {len(self.parameters)} tensors are shards" if shards else ""
-        note = f"not {_few(unequal)}" if unequal else of_shards
+        note = f"not {few(unequal)}" if unequal else of_shards
         self.add("gradient equal on all ranks", not unequal, note=note)
 
     def check_what_trains(self, whole: Mapping[str, torch.Tensor]) -> None:
@@ -208,7 +209,7 @@ class _Audit:
         frozen = [p.grad is not None and bool(held_here(p.grad).count_nonzero()) for p in self._frozen()]
         norm = math.sqrt(sum(grad.square().sum().item() for grad in whole.values()))
         note = f"{len(whole)} tensors, gradient norm {norm:.3e}"
-        note += f"; zero in {_few(without)}" if without else ""
+        note += f"; zero in {few(without)}" if without else ""
         self.add("what trains", math.isfinite(norm) and norm > 0, note=note)
         self.add("what is frozen has no gradient", not any(frozen), note=f"{len(frozen)} tensors")
 
@@ -387,7 +388,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield value
     for one in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
         yield from _tensors(one)
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

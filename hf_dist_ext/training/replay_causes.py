@@ -82,9 +82,9 @@ def found_causes(
             return ["kernels have no fixed order: with torch.use_deterministic_algorithms(True) nothing differs"]
         return [NOTHING_HELD]
     causes = [kind for kind, difference in by_kind.items() if difference > BEYOND_NOISE * noise]
-    found = [KINDS[kind].format(_few(changed[kind])) for kind in causes]
+    found = [KINDS[kind].format(few(changed[kind])) for kind in causes]
     if of_graph > BEYOND_NOISE * noise and of_graph > most:
-        modes = f", and changes the mode (training) of {_few(changed['modes'])}" if changed["modes"] else ""
+        modes = f", and changes the mode (training) of {few(changed['modes'])}" if changed["modes"] else ""
         found += [WITH_GRAPH + modes]
     return found
 
@@ -220,6 +220,7 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _few(names: Iterable[str]) -> str:
+def few(names: Iterable[str]) -> str:
+    """Three of them at most, and how many more there are."""
     names = list(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -177,3 +177,16 @@ def test_a_folder_has_the_settings_that_the_model_has_when_it_is_saved(tmp_path)
         trainer.save_model(str(out / "final"))
         saved = SentenceTransformer(str(out / "final"), device="cpu")
         assert (saved.max_seq_length, saved.prompts["query"]) == (9, "search "), options
+
+
+def test_weights_that_are_parts_of_one_long_tensor_are_saved(tmp_path):
+    """As DeepSpeed's ZeRO-1 and 2 keep them."""
+    model = model_of(tmp_path / "base")
+    trainer = train(tmp_path, model, max_steps=1)
+    long = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for p, part in zip(model.parameters(), long.split([p.numel() for p in model.parameters()]), strict=True):
+        p.data = part.view_as(p)
+    trainer.save_model(str(tmp_path / "final"))
+    found = SentenceTransformer(str(tmp_path / "final"), device="cpu").state_dict()
+    own = {name: p for name, p in model.named_parameters() if ".pooler." not in name}
+    assert all(torch.equal(found[name], p) for name, p in own.items()) and len(own) > 10
