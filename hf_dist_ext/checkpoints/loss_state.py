@@ -124,7 +124,6 @@ def loss_state_apart(
 ) -> Iterator[None]:
     """While inside, the optimizer holds the model's parameters only; the loss's state is saved to or loaded from the
     checkpoint's own files and put back on leaving."""
-    parameters = loss_parameters(loss)
     if save_to is not None:
         save_loss(loss, save_to)
     if load_from is not None:
@@ -135,30 +134,28 @@ def loss_state_apart(
                 "weights alone: resume_weights_only=true."
             )
         load_loss(loss, load_from)
+    parameters = loss_parameters(loss)
     if not parameters or optimizer is None:
         yield
         return
-    optimizer = bare_optimizer(optimizer)
-    ids = {id(p) for p in parameters}
-    groups, others = [], []
+    optimizer, own = bare_optimizer(optimizer), {id(p) for p in parameters}
+    apart = torch.optim.Optimizer(parameters, {})  # a holder, which knows how state is kept and moved
+    others: list[dict[str, Any]] = []
+    apart.param_groups = []
     for group in optimizer.param_groups:
-        (groups if any(id(p) in ids for p in group["params"]) else others).append(group)
-    state = {p: optimizer.state.pop(p) for p in parameters if p in optimizer.state}
+        (apart.param_groups if any(id(p) in own for p in group["params"]) else others).append(group)
     optimizer.param_groups[:] = others
+    apart.state.update({p: optimizer.state.pop(p) for p in parameters if p in optimizer.state})
     if save_to is not None:
-        _save_optimizer(parameters, groups, state, save_to)
+        torch.save(apart.state_dict(), _at(save_to, LOSS_OPTIMIZER))
     try:
         yield
     finally:
         if load_from is not None:
-            state = _load_optimizer(parameters, groups, load_from)
-        optimizer.param_groups.extend(groups)
-        optimizer.state.update(state)
-
-
-def _save_optimizer(parameters: list, groups: list, state: dict, folder: str) -> None:
-    hyper = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    torch.save({"state": [state.get(p, {}) for p in parameters], "groups": hyper}, _at(folder, LOSS_OPTIMIZER))
+            path = _stored(load_from, LOSS_OPTIMIZER, "parameters")
+            apart.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        optimizer.param_groups.extend(apart.param_groups)
+        optimizer.state.update(apart.state)
 
 
 def save_loss(loss: Any, folder: str | Path | None) -> None:
@@ -169,35 +166,21 @@ def save_loss(loss: Any, folder: str | Path | None) -> None:
     save_file({name: value.cpu().contiguous() for name, value in state.items()}, _at(folder, LOSS_WEIGHTS))
 
 
-def _load_optimizer(parameters: list, groups: list, folder: str) -> dict:
-    path = _at(folder, LOSS_OPTIMIZER)
-    if not os.path.isfile(path):
-        raise UsageError(f"{folder} holds no {LOSS_OPTIMIZER}: the loss's parameters can not be resumed from it.")
-    saved = torch.load(path, map_location="cpu", weights_only=True)
-    for group, hyper in zip(groups, saved["groups"], strict=True):
-        group.update(hyper)
-    step_follows = groups[0].get("capturable") or groups[0].get("fused")  # else a step counter stays on the CPU
-    states = {}
-    for parameter, state in zip(parameters, saved["state"], strict=True):
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and (key != "step" or step_follows):
-                state[key] = value.to(parameter.device)
-        if state:
-            states[parameter] = state
-    return states
-
-
 def load_loss(loss: Any, folder: str) -> None:
     """Load the loss's state from a checkpoint; nothing to do for a loss without any."""
     if not state_of(loss):
         return
-    path = _at(folder, LOSS_WEIGHTS)
-    if not os.path.isfile(path):
-        raise UsageError(f"{folder} holds no {LOSS_WEIGHTS}: the loss's state can not be resumed from it.")
+    path = _stored(folder, LOSS_WEIGHTS, "state")
     try:
         loss.load_state_dict(load_file(path))
     except RuntimeError as error:
         raise UsageError(f"{path} is of another loss than {type(loss).__name__}: {error}. Give that one.") from None
+
+
+def _stored(folder: str, name: str, what: str) -> str:
+    if not os.path.isfile(path := _at(folder, name)):
+        raise UsageError(f"{folder} holds no {name}: the loss's {what} can not be resumed from it.")
+    return path
 
 
 # ---- beside the weights ----

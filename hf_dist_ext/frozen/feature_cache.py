@@ -51,7 +51,7 @@ class FeatureCache:
         self.keeps_left_padding = getattr(config, "rope_parameters", None) is None
         self.must_have_all = False  # set where a forward of the part is a collective
 
-    def keys(self, name: str, inputs: dict) -> list[tuple[int, int]]:
+    def keys(self, name: str, inputs: dict) -> list[bytes]:
         return row_keys(inputs, self.part.salt(name), self.keeps_left_padding)
 
     def replace(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,9 @@
 
 (1) a key is a hash of one row's tensors as the model takes them, padding left out; so another image size, prompt,
     tokenizer or row is another key and can never be answered with old features
-(2) features are appended to shards, safetensors files with `keys` (n, 2) int64 and `features` (n, ...). A shard's name
-    is random, so that several jobs can fill one folder at once, and it appears when the shard is complete, so that
-    neither a kill nor a full disk leaves half of one
+(2) features are appended to shards, safetensors files with `keys` (n, 16) in bytes and `features` (n, ...). A shard's
+    name is random, so that several jobs can fill one folder at once, and it appears when the shard is complete, so
+    that neither a kill nor a full disk leaves half of one
 (3) every process reads the keys of all shards into one sorted table, 24 bytes per row, and maps the features it needs;
     the key that stands beside a feature must be the one that was asked for
 
@@ -21,7 +21,6 @@ import hashlib
 import inspect
 import json
 import os
-import struct
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,20 +37,19 @@ from hf_dist_ext.engine.columns import TOKEN_AXIS_KEYS
 from hf_dist_ext.errors import UsageError
 
 SHARD_BYTES = 64 * 2**20
-NEW_ROWS = 1 << 16  # that wait at least until they are sorted in
 # attributes that change no feature; the last three sentence-transformers fills while it runs
 NO_SETTINGS = {
     *vars(nn.Module()), "gradient_checkpointing",
     "_prompt_length_mapping", "_method_signature_cache", "_chat_template_suffix_cache",
 }  # fmt: skip
-Key = tuple[int, int]
+KEY = "S16"  # numpy compares such bytes in order
 
 
 # ---- (1) ----
 
 
-def row_keys(features: Mapping[str, torch.Tensor], salt: str = "", keeps_left_padding: bool = True) -> list[Key]:
-    """128 bits per row (first axis). `keeps_left_padding`: positions count from the left edge, so that the number of
+def row_keys(features: Mapping[str, torch.Tensor], salt: str = "", keeps_left_padding: bool = True) -> list[bytes]:
+    """16 bytes per row (first axis). `keeps_left_padding`: positions count from the left edge, so that the number of
     padding tokens before a row is part of what it is."""
     mask = features.get("attention_mask")
     names = sorted(name for name, value in features.items() if isinstance(value, torch.Tensor))
@@ -73,7 +71,7 @@ def row_keys(features: Mapping[str, torch.Tensor], salt: str = "", keeps_left_pa
                 row = row[real]
             hashes[i].update(f"{name} {row.dtype} {tuple(row.shape)};".encode())
             hashes[i].update(_bytes(row))
-    return [struct.unpack("<2q", row_hash.digest()) for row_hash in hashes]
+    return [row_hash.digest() for row_hash in hashes]
 
 
 def part_digest(modules: Iterable[nn.Module], model: nn.Module, *facts: Any) -> str:
@@ -127,11 +125,10 @@ class FeatureStore:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.shards: list[Path] = []
-        # Of all known rows, sorted: the halves of the key, and (number of the shard, row of the shard).
-        self.high, self.low = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-        self.places = np.empty((0, 2), dtype=np.int32)
-        self._new: dict[Key, tuple[int, int]] = {}  # of this process, until they are sorted in
-        self._pending: dict[Key, torch.Tensor] = {}
+        # Of all known rows, sorted by key: the key, and (number of the shard, row of the shard).
+        self.keys, self.places = np.empty(0, dtype=KEY), np.empty((0, 2), dtype=np.int32)
+        self._pending: dict[bytes, torch.Tensor] = {}
+        self._added: set[bytes] = set()  # by this process, until its shards are loaded
         self._open: dict[Path, Any] = {}
         self.folder.mkdir(parents=True, exist_ok=True)
         self.load()
@@ -139,59 +136,41 @@ class FeatureStore:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}  # file handles do not travel to data loader processes
 
-    def __contains__(self, key: Key) -> bool:
-        return self._place(key) is not None
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._added or self._place(key) is not None
 
     def __len__(self) -> int:
-        self._sort_in([])
-        return len(self.high)
+        return len(self.keys)
 
     def load(self) -> None:
         """Read the keys of shards that are not known yet. Of a row that several shards hold, the one whose name comes
         first counts, on every process and in every later run."""
-        known, new_keys = set(self.shards), {}
+        known, keys, places = set(self.shards), [self.keys], [self.places]
         for path in sorted(self.folder.glob("features-*.safetensors")):
             if path in known:
                 continue
             try:
                 with safe_open(path, "np") as shard:
-                    new_keys[path] = shard.get_tensor("keys")
+                    keys.append(np.ascontiguousarray(shard.get_tensor("keys")).view(KEY)[:, 0])
             except SafetensorError as error:
                 raise UsageError(f"{path} is no complete shard of features ({error}). Delete it.") from error
-        self.shards += new_keys
-        self._sort_in([*new_keys.values()])
-
-    def _sort_in(self, of_shards: list[np.ndarray]) -> None:
-        """The keys (n, 2) of the last shards, and this process's new ones, into the table."""
-        if not of_shards and not self._new:
+            rows = np.arange(len(keys[-1]), dtype=np.int32)
+            places.append(np.stack([np.full_like(rows, len(self.shards)), rows], axis=1))
+            self.shards.append(path)
+        if len(self.shards) == len(known):
             return
-        new = np.array([(*key, *place) for key, place in self._new.items()], dtype=np.int64).reshape(-1, 4)
-        self._new = {}
-        keys = [np.stack([self.high, self.low], axis=1), new[:, :2]]
-        places = [self.places, new[:, 2:].astype(np.int32)]
-        for number, of_shard in enumerate(of_shards, len(self.shards) - len(of_shards)):
-            rows = np.arange(len(of_shard), dtype=np.int32)
-            keys.append(of_shard)
-            places.append(np.stack([np.full_like(rows, number), rows], axis=1))
-        keys, places = np.concatenate(keys), np.concatenate(places)
+        all_keys, all_places = np.concatenate(keys), np.concatenate(places)
         of_name = np.argsort(np.argsort([path.name for path in self.shards]))  # a shard's place by name
-        order = np.lexsort((places[:, 1], of_name[places[:, 0]], keys[:, 1], keys[:, 0]))
-        keys, places = keys[order], places[order]
-        is_first = np.ones(len(keys), dtype=bool)
-        is_first[1:] = (keys[1:] != keys[:-1]).any(axis=1)
-        self.high, self.low = (np.ascontiguousarray(half) for half in keys[is_first].T)
-        self.places = places[is_first]
+        order = np.lexsort((all_places[:, 1], of_name[all_places[:, 0]]))
+        self.keys, first = np.unique(all_keys[order], return_index=True)
+        self.places = all_places[order][first]
 
-    def _place(self, key: Key) -> tuple[int, int] | None:
+    def _place(self, key: bytes) -> tuple[int, int] | None:
         """Number of the shard, row of the shard."""
-        if key in self._new:
-            return self._new[key]
-        for i in range(*(int(np.searchsorted(self.high, key[0], side)) for side in ("left", "right"))):
-            if self.low[i] == key[1]:
-                return tuple(self.places[i].tolist())
-        return None
+        first, end = (int(np.searchsorted(self.keys, np.array(key, KEY), side)) for side in ("left", "right"))
+        return tuple(self.places[first].tolist()) if first < end else None
 
-    def get(self, keys: Sequence[Key]) -> torch.Tensor:
+    def get(self, keys: Sequence[bytes]) -> torch.Tensor:
         """(n, ...) features in the order of the keys, which must all be there."""
         rows = []
         for key in keys:
@@ -200,7 +179,7 @@ class FeatureStore:
             if path not in self._open:
                 self._open[path] = safe_open(path, "pt")
             stored = self._open[path].get_slice("keys")
-            if i >= stored.get_shape()[0] or tuple(stored[i].tolist()) != key:
+            if i >= stored.get_shape()[0] or stored[i].numpy().tobytes() != key:
                 raise UsageError(
                     f"{path} no longer holds the row it held when this run began: another program replaced it. Delete "
                     f"{self.folder} and start again; its features are computed anew."
@@ -208,16 +187,23 @@ class FeatureStore:
             rows.append(self._open[path].get_slice("features")[i])
         return torch.stack(rows)
 
-    def add(self, keys: Sequence[Key], features: torch.Tensor) -> None:
+    def add(self, keys: Sequence[bytes], features: torch.Tensor) -> None:
         """Features (n, ...) of new keys; written when a shard is full, or by `flush`."""
         for key, row in zip(keys, features.cpu(), strict=True):
-            if key not in self and key not in self._pending:
+            if key not in self:
                 self._pending[key] = row.clone()
+                self._added.add(key)
         if len(self._pending) * features[:1].nbytes >= SHARD_BYTES:
-            self.flush()
+            self._write()
 
     def flush(self) -> None:
-        """Write what is waiting. Raises UsageError when the disk is full; nothing half-written stays."""
+        """Write what is waiting, and find all of it from now on."""
+        self._write()
+        self.load()
+        self._added.clear()
+
+    def _write(self) -> None:
+        """Raises UsageError when the disk is full; nothing half-written stays."""
         if not self._pending:
             return
         shapes = {tuple(row.shape) for row in self._pending.values()}
@@ -228,7 +214,7 @@ class FeatureStore:
             )
         path = self.folder / f"features-{uuid.uuid4().hex}.safetensors"
         unfinished = path.with_suffix(".unfinished")
-        keys = torch.tensor(list(self._pending), dtype=torch.int64)
+        keys = torch.frombuffer(bytearray(b"".join(self._pending)), dtype=torch.uint8).view(-1, 16)
         try:
             save_file({"keys": keys, "features": torch.stack([*self._pending.values()])}, unfinished)
             with open(unfinished, "rb+") as file:
@@ -238,11 +224,7 @@ class FeatureStore:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
             raise UsageError(
-                f"frozen_feature_cache: {path} can not be written ({error}). {len(self)} rows are kept for the "
+                f"frozen_feature_cache: {path} can not be written ({error}). Rows that are stored are kept for the "
                 "next run; make room, or give another folder."
             ) from error
-        self.shards.append(path)
-        self._new |= {key: (len(self.shards) - 1, i) for i, key in enumerate(self._pending)}
-        if len(self._new) > NEW_ROWS + len(self.high) // 4:
-            self._sort_in([])
         self._pending = {}

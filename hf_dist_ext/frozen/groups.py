@@ -70,10 +70,6 @@ def module_groups(model: nn.Module) -> dict[str, Group]:
         groups = {name: Group(name, tuple(names[id(one)] for one in modules)) for name, modules in parts.items()}
         if groups.keys() == {*TOWERS.values()}:  # a dual encoder, whose projections are of its parts
             return groups
-    elif _has_backbone(inner):
-        for name in ("backbone", "pooling", "projection"):
-            part = getattr(inner, name, None)
-            groups[name] = Group(name, (names[id(part)],) if isinstance(part, nn.Module) else ())
     return groups | _vision_language_groups(model, backbone_of(model), names)
 
 
@@ -82,16 +78,12 @@ def backbone_of(model: nn.Module) -> nn.Module:
     inner = below_adapters(model)
     if is_of_sentence_transformers(inner):
         return getattr(inner, "transformers_model", None) or inner
-    return inner.backbone if _has_backbone(inner) else inner
+    return inner
 
 
 def below_adapters(model: nn.Module) -> nn.Module:
     """Of a model that PEFT has wrapped the one inside."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _has_backbone(model: nn.Module) -> bool:
-    return isinstance(getattr(model, "backbone", None), nn.Module) and hasattr(model, "pooling")
 
 
 def image_arguments(model: nn.Module) -> set[str]:

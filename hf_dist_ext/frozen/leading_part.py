@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import has_frozen_backbone
 from hf_dist_ext.frozen.groups import image_arguments, module_groups
-from hf_dist_ext.models.embedder import VECTORS, Embedder, embedder_of
+from hf_dist_ext.models.embedder import POOLED, VECTORS, embedder_of
 
 NO_COLUMNS = ("ids", "targets", "constants")  # of a batch
 FEATURES = "frozen_features"  # the key of (3) in a batch; it never reaches the model's forward
@@ -33,12 +33,10 @@ FEATURES = "frozen_features"  # the key of (3) in a batch; it never reaches the 
 Batch = dict[str, Any]
 
 
-def frozen_leading_part(model: nn.Module) -> PooledVectors | PartVectors | ImageEncoder:
+def frozen_leading_part(model: nn.Module) -> FrozenVectors | ImageEncoder:
     """Raises UsageError when nothing before the first trainable parameter can be cached."""
-    if has_frozen_backbone(model):
-        return PooledVectors(model)
-    if (embedder := embedder_of(model)).frozen_parts:
-        return PartVectors(model, embedder)
+    if has_frozen_backbone(model) or embedder_of(model).frozen_parts:
+        return FrozenVectors(model)
     if "vision" in module_groups(model) and hasattr(model, "get_image_features"):
         return ImageEncoder(model)
     raise UsageError(
@@ -47,50 +45,32 @@ def frozen_leading_part(model: nn.Module) -> PooledVectors | PartVectors | Image
     )
 
 
-class PooledVectors:
-    """(1)"""
+class FrozenVectors:
+    """(1), (2)"""
 
     def __init__(self, model: nn.Module):
-        self.model, self.embedder = model, embedder_of(model)
-        self.modules = self.embedder.frozen_modules
-        self.constants: Mapping[str, Mapping[str, Any]] = {}  # of the last batch
-
-    def inputs(self, batch: Batch) -> dict[str, Mapping[str, torch.Tensor]]:
-        self.constants = batch.get("constants", {})
-        return {name: features for name, features in batch.items() if name not in NO_COLUMNS}
-
-    def compute(self, name: str, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.embedder.call(self.model, inputs, name, self.constants.get(name), stops_at_pooled=True)
-
-    def put(self, batch: Batch, name: str, features: torch.Tensor) -> Batch:
-        return {**batch, name: {"pooled": features}}
-
-    def salt(self, name: str) -> str:
-        of_column = self.constants.get(name, "")  # a task, where a prompt ends: no tensor says it
-        return f"pooled {self.embedder.described_frozen}{of_column}"
-
-
-class PartVectors:
-    """(2)"""
-
-    def __init__(self, model: nn.Module, embedder: Embedder):
-        self.model, self.embedder = model, embedder
-        self.modules = [module for modules in embedder.frozen_parts.values() for module in modules]
+        self.model, self.embedder, self.is_pooled = model, embedder_of(model), has_frozen_backbone(model)
+        parts = [self.embedder.frozen_modules] if self.is_pooled else self.embedder.frozen_parts.values()
+        self.modules = [module for modules in parts for module in modules]
         self.constants: Mapping[str, Mapping[str, Any]] = {}  # of the last batch
 
     def inputs(self, batch: Batch) -> dict[str, Mapping[str, torch.Tensor]]:
         self.constants = batch.get("constants", {})
         columns = {name: features for name, features in batch.items() if name not in NO_COLUMNS}
-        return {name: columns[name] for name in self.embedder.frozen_columns(columns, self.constants)}
+        read = columns if self.is_pooled else self.embedder.frozen_columns(columns, self.constants)
+        return {name: columns[name] for name in read}
 
     def compute(self, name: str, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.embedder.call(self.model, inputs, name, self.constants.get(name))
+        return self.embedder.call(self.model, inputs, name, self.constants.get(name), stops_at_pooled=self.is_pooled)
 
     def put(self, batch: Batch, name: str, features: torch.Tensor) -> Batch:
-        return {**batch, name: {VECTORS: features}}
+        return {**batch, name: {POOLED if self.is_pooled else VECTORS: features}}
 
     def salt(self, name: str) -> str:
-        return f"vectors {self.embedder.described}{self.constants.get(name, '')}"
+        """What the modules say of themselves, and what no tensor says of a column: a task, where a prompt ends."""
+        run = self.modules if self.is_pooled else self.embedder.modules
+        described = [(type(module).__name__, getattr(module, "get_config_dict", dict)()) for module in run]
+        return f"{described}{self.constants.get(name, '')}"
 
 
 class _Reached(Exception):

@@ -22,7 +22,7 @@ from torch import nn
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import packing
-from hf_dist_ext.policy import TOKENS, why_many_calls
+from hf_dist_ext.policy import why_many_calls
 from hf_dist_ext.strategies.tensors import own_class
 
 PACKAGE = "sentence_transformers"
@@ -57,11 +57,11 @@ def set_is_causal(model: nn.Module, is_causal: bool) -> None:
     """Let a token of a decoder see the tokens after it (`is_causal` false), or not see them, as transformers does by
     its config, which says so in what is saved too.
 
-    model: a SentenceTransformer, another model with a `backbone`, or a model of transformers. Call it before the model
-    is wrapped. Raises UsageError for a model that would not do so.
+    model: a SentenceTransformer, or a model of transformers. Call it before the model is wrapped. Raises UsageError
+    for a model that would not do so.
     """
     embedder = embedder_of(model)
-    backbone = embedder.backbone if isinstance(embedder, SentenceEmbedder) else getattr(model, "backbone", model)
+    backbone = embedder.backbone if isinstance(embedder, SentenceEmbedder) else model
     if getattr(backbone, "config", None) is None:
         raise UsageError("is_causal is a setting of transformers' models, and this one has none inside. Remove it.")
     config = backbone.config.get_text_config()
@@ -109,22 +109,21 @@ class Embedder:
     @property
     def why_padded(self) -> str | None:
         """Why rows can not go end to end through it; None: they can."""
-        return getattr(self.model, "why_padded", f"{type(self.model).__name__} does not say that it takes rows so")
+        return f"{type(self.model).__name__} is no model of sentence-transformers"
 
     def why_many_calls(self, capability: int, is_half: bool) -> str | None:
         """Of rows that go end to end: `policy.why_many_calls`, of this backbone."""
-        return self.model.why_many_calls(capability, is_half)  # type: ignore[operator]
+        return None
 
     @property
     def has_token_vectors(self) -> bool | None:
         """Whether a row encodes to a vector of each of its tokens; None: it does not say."""
-        pooling = getattr(self.model, "pooling", None)
-        return None if pooling is None else pooling == TOKENS
+        return None
 
     @property
     def gives_every_token(self) -> bool:
         """Whether it encodes to a vector of each of its real tokens, and to no others."""
-        return getattr(self.model, "gives_every_token", False)
+        return False
 
     @property
     def num_frozen(self) -> int | None:
@@ -136,16 +135,6 @@ class Embedder:
     def frozen_modules(self) -> list[nn.Module]:
         """What gives the feature `pooled`."""
         return []
-
-    @property
-    def described_frozen(self) -> str:
-        """What these compute beside their weights."""
-        return ""
-
-    @property
-    def described(self) -> str:
-        """The same of all modules."""
-        return ""
 
     def freeze_unread(self) -> set[str]:
         """Parameters that no embedding depends on do not train. Returns their names."""
@@ -295,14 +284,6 @@ class SentenceEmbedder(Embedder):
             return self.modules[0]._resolve_route(constants.get("task"), constants.get("modality"))  # type: ignore
         return ("image" if "pixel_values" in features else "text") if self.parts else None
 
-    @property
-    def described_frozen(self) -> str:
-        return _described(self.frozen_modules)
-
-    @property
-    def described(self) -> str:
-        return _described(self.modules)
-
     def freeze_unread(self) -> set[str]:
         """A Transformer that hands on the vectors of tokens has a pooler which nobody reads. It would have no state in
         the optimizer, without which accelerate 1.15 resumes no run under FSDP2."""
@@ -431,10 +412,6 @@ def dual_encoder_of(module: nn.Module) -> Any:
     found = getattr(module, "model", None) if _name(module) == "Transformer" else None
     has_parts = all(isinstance(getattr(found, names[0], None), nn.Module) for names in PARTS_OF_DUAL.values())
     return found if has_parts and hasattr(found, "get_text_features") else None
-
-
-def _described(modules: Iterable[Any]) -> str:
-    return repr([(type(one).__name__, getattr(one, "get_config_dict", dict)()) for one in modules])
 
 
 def _any_trains(modules: Iterable[nn.Module]) -> bool:

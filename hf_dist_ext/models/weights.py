@@ -43,11 +43,6 @@ def differences(own: Mapping[str, tuple], given: Mapping[str, tuple]) -> dict[st
     }
 
 
-def names_without_adapters(model: nn.Module) -> list[str]:
-    """The keys of the model's state dict as they are once its adapters are merged."""
-    return [key.replace(".base_layer.", ".") for key in model.state_dict() if ".lora_" not in key]
-
-
 def shortened(names: list[str], limit: int = 5) -> str:
     """The first names and how many more, for a message."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -187,41 +187,45 @@ def test_two_jobs_that_fill_one_folder_at_once_train_on_their_own_rows(tmp_path)
     assert all((end - start).abs().max() > 1e-2 for end in ends) and not torch.allclose(*ends, atol=1e-3)
 
 
+def key(*numbers: int) -> bytes:
+    return bytes(numbers).ljust(16, b"\0")
+
+
 def test_a_shard_that_was_replaced_by_another_is_never_read_as_the_old_one(tmp_path):
     store = FeatureStore(tmp_path)
-    store.add([(1, 2), (3, 4)], torch.ones(2, 3))
+    store.add([key(1, 2), key(3, 4)], torch.ones(2, 3))
     store.flush()
     (shard,) = tmp_path.glob("features-*")
     other = FeatureStore(tmp_path / "other")
-    other.add([(5, 6), (7, 8)], torch.zeros(2, 3))
+    other.add([key(5, 6), key(7, 8)], torch.zeros(2, 3))
     other.flush()
     os.replace(next((tmp_path / "other").glob("features-*")), shard)
     with pytest.raises(UsageError, match="features-.* no longer holds"):
-        store.get([(3, 4)])
+        store.get([key(3, 4)])
 
 
-def test_the_sorted_table_of_keys_answers_as_a_dictionary_would(tmp_path, monkeypatch):
-    """Keys that share their first half, rows that several shards hold, and rows of this process that wait."""
-    monkeypatch.setattr(feature_store, "NEW_ROWS", 5)
+def test_the_sorted_table_of_keys_answers_as_a_dictionary_would(tmp_path):
+    """Keys that begin alike or end with zeros, and rows that several shards hold."""
     draw, value_of = np.random.default_rng(0), {}
     stores = [FeatureStore(tmp_path) for _ in range(3)]
     for turn in range(12):
         writer = stores[turn % 3]
-        keys = [tuple(key) for key in draw.integers(-3, 4, size=(int(draw.integers(1, 9)), 2)).tolist()]
-        for key in keys:
-            value_of.setdefault(key, torch.tensor([float(len(value_of))] * 2))
+        keys = [key(*pair) for pair in draw.integers(0, 7, size=(int(draw.integers(1, 9)), 2)).tolist()]
+        for one in keys:
+            value_of.setdefault(one, torch.tensor([float(len(value_of))] * 2))
         writer.add(keys, torch.stack([value_of[key] for key in keys]))
+        assert all(one in writer for one in keys)
         writer.flush()
-        assert all(key in writer for key in keys) and torch.equal(writer.get(keys[:1])[0], value_of[keys[0]])
+        assert all(one in writer for one in keys) and torch.equal(writer.get(keys[:1])[0], value_of[keys[0]])
     reader = FeatureStore(tmp_path)
     for store in (*stores, reader):
         store.load()
-        assert len(store) == len(value_of) and (9, 9) not in store and (-3, 9) not in store
+        assert len(store) == len(value_of) and key(9, 9) not in store and key(0, 9) not in store
         assert torch.equal(store.get([*value_of]), torch.stack([*value_of.values()]))
         own = [(store.shards[shard], row) for shard, row in map(store._place, value_of)]
         assert own == [(reader.shards[shard], row) for shard, row in map(reader._place, value_of)]
     assert sum(len(load_file(path)["keys"]) for path in tmp_path.glob("*.safetensors")) > len(value_of)
-    assert len(FeatureStore(tmp_path / "empty")) == 0 and (1, 2) not in FeatureStore(tmp_path / "empty")
+    assert len(FeatureStore(tmp_path / "empty")) == 0 and key(1, 2) not in FeatureStore(tmp_path / "empty")
 
 
 def test_random_pictures_are_refused(tmp_path):
@@ -315,16 +319,16 @@ def test_a_key_is_the_rows_content_without_its_padding():
 
 def test_a_full_disk_leaves_what_was_complete_and_nothing_half_written(tmp_path, monkeypatch):
     store = FeatureStore(tmp_path)
-    store.add([(1, 2)], torch.ones(1, 3))
+    store.add([key(1, 2)], torch.ones(1, 3))
     store.flush()
     monkeypatch.setattr("hf_dist_ext.frozen.feature_store.os.replace", no_space)
-    store.add([(3, 4)], torch.zeros(1, 3))
+    store.add([key(3, 4)], torch.zeros(1, 3))
     with pytest.raises(UsageError, match="can not be written.*make room"):
         store.flush()
     assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
     again = FeatureStore(tmp_path)
-    assert (1, 2) in again and (3, 4) not in again
-    assert torch.equal(again.get([(1, 2)]), torch.ones(1, 3))
+    assert key(1, 2) in again and key(3, 4) not in again
+    assert torch.equal(again.get([key(1, 2)]), torch.ones(1, 3))
 
 
 def no_space(*_):
