@@ -1,8 +1,8 @@
 """Hooks of `mkdocs build` (mkdocs.yml): what lies outside of docs/ becomes part of the site.
 
 The README is the first page, CHANGELOG.md and CONTRIBUTING.md are pages, run files and the licence are files to
-download, and a page is made that shows the docstring of every public name. Links that lead out of docs/ are turned to
-them.
+download. One page is made that shows the docstring of every public name, and one with every error message
+(error_messages.py). Links that lead out of docs/ are turned to them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ def on_files(files: Any, config: Any) -> Any:
     for name, page in PAGES.items():
         files.append(File.generated(config, page, content=turned((ROOT / name).read_text(encoding="utf-8"), "docs/")))
     files.append(File.generated(config, "reference.md", content=reference()))
+    files.append(
+        File.generated(config, "messages.md", content="\n".join(importlib.import_module("error_messages").page()))
+    )
     files.append(File.generated(config, "tables.css", content=TABLES))
     for path in (path for pattern in COPIED for path in ROOT.glob(pattern)):
         files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))

@@ -17,6 +17,8 @@ from hf_dist_ext.run.config import all_fields
 from hf_dist_ext.run.help import json_schema
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.run.short_names import PRESET_SHORT_NAMES
+from scripts.error_messages import messages
+from scripts.error_messages import page as page_of_messages
 from tests.distributed.forked import run_python
 from tests.launching import ROOT
 
@@ -157,9 +159,8 @@ def test_the_short_names_are_those_of_the_table():
 
 
 def test_the_error_messages_are_those_of_the_code():
-    raised = [text_of(path) for path in [*PACKAGE.rglob("*.py"), ROOT / "scripts" / "train_hf.py"]]
-    templates = [template for source in raised for template in messages(source)]
-    assert len(templates) > 100
+    templates = [template for path in PACKAGE.rglob("*.py") for template in messages(text_of(path))]
+    assert len(templates) > 400
     tables = text_of(ROOT / "docs" / "troubleshooting.md").partition("## Slow, hanging")[0]
     first_cells = re.findall(r"^\| (`.+?) \|", tables, re.MULTILINE)
     documented = [span for cell in first_cells for span in re.findall(r"`([^`]+)`", cell)]
@@ -172,32 +173,11 @@ def test_the_error_messages_are_those_of_the_code():
     assert not unknown
 
 
-MESSAGES = ("UsageError", "RunError", "ValueError")
-
-
-def messages(source: str) -> list[str]:
-    """What `raise UsageError(...)` and its like say, with `…` for what is filled in."""
-
-    def words(node: ast.expr) -> str:
-        if isinstance(node, ast.Constant):
-            return str(node.value)
-        if isinstance(node, ast.JoinedStr):
-            return "".join(map(words, node.values))
-        if isinstance(node, ast.BinOp):
-            return words(node.left) + words(node.right)
-        return "…"
-
-    nodes = list(ast.walk(ast.parse(source)))
-    raised = [node.exc for node in nodes if isinstance(node, ast.Raise)]
-    calls = [call for call in raised if isinstance(call, ast.Call) and call.args]
-    given = [call.args[0] for call in calls if getattr(call.func, "id", "") in MESSAGES]
-    # words that a function of the same file puts together, and those that a RowCheck raises behind the row's number
-    makers = {getattr(node.func, "attr", "") for node in given if isinstance(node, ast.Call)}
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in makers]
-    given += [node.value for made in functions for node in ast.walk(made) if isinstance(node, ast.Return)]
-    calls = [node for node in nodes if isinstance(node, ast.Call) and len(node.args) > 1]
-    given += [call.args[1] for call in calls if getattr(call.func, "attr", "") == "add"]
-    return [words(node) for node in given if node is not None]
+def test_the_list_of_messages_has_those_of_every_package():
+    lines = list(page_of_messages())
+    listed = {line.removeprefix("\n## ").strip() for line in lines if line.startswith("\n## ")}
+    assert {"the commands"} | {package.name for package in PARTS} - {"engine"} <= listed | {"engine"}
+    assert len([line for line in lines if line.startswith("* `")]) > 400
 
 
 def test_the_page_shows_cases_of_the_exactness_table():
