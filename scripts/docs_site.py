@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import error_messages  # mkdocs looks for it beside its hook
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
@@ -32,9 +33,7 @@ def on_files(files: Any, config: Any) -> Any:
     for name, page in PAGES.items():
         files.append(File.generated(config, page, content=turned((ROOT / name).read_text(encoding="utf-8"), "docs/")))
     files.append(File.generated(config, "reference.md", content=reference()))
-    files.append(
-        File.generated(config, "messages.md", content="\n".join(importlib.import_module("error_messages").page()))
-    )
+    files.append(File.generated(config, "messages.md", content="\n".join(error_messages.page())))
     files.append(File.generated(config, "tables.css", content=TABLES))
     for path in (path for pattern in COPIED for path in ROOT.glob(pattern)):
         files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
