@@ -104,6 +104,16 @@ def test_what_the_comparison_is_shown_by_exists(capsys):
             assert f"\ndef {name}(" in text_of(ROOT / path), feature
 
 
+QUESTIONS = ("When you need this page:", "The shortest way:", "How you know it works:")
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_a_page_begins_with_what_it_is_for_how_to_do_it_and_how_to_check_it(page):
+    top = text_of(page).partition("\n\n")[2].partition("\n\n")[0]
+    asked = re.findall(r"^\* \*\*(.+?)\*\*", top, re.MULTILINE)
+    assert tuple(asked) == QUESTIONS
+
+
 def test_the_readme_is_short():
     assert len(text_of(ROOT / "README.md").split()) <= 900
 
