@@ -9,9 +9,8 @@ A window is a global batch: data/epoch_order.py cuts the order into them. An epo
     the window has already joins the queue of that id
 (3) When nothing that fits is left, fill up with rows that do not; `num_deferred` counts them
 
-Which rows of the permutation meet an id of their own window is found by sorting, for a block of rows at once. As long
-as no row waits, windows without such rows are left as they are; in the others only such rows are looked at one by one.
-A row joins each id's queue once at most, and of a queue at most one row fits a window: an epoch costs about O(rows).
+Only rows that share an id with some other row are looked at one by one. A row joins each id's queue once at most, and
+of a queue at most one row fits a window: an epoch costs about O(rows).
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 NO_ROW = -1  # in an order: a place without a row
 NO_DUPLICATES = ("no_duplicates", "no_duplicates_hashed")  # of `batch_sampler`
-BLOCK = 1 << 18  # rows of the permutation that are sorted at a time
 
 
 class NoDuplicatesSampler(Sampler[int]):
@@ -62,9 +60,7 @@ class NoDuplicatesSampler(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        order = self.order()
-        for first in range(0, len(order), BLOCK):  # not all of them as Python's numbers at once
-            yield from order[first : first + BLOCK].tolist()
+        return iter(self.order().tolist())
 
     def order(self) -> np.ndarray:
         """(rows,) of the epoch; `num_deferred` says how many stand beside a row they conflict with."""
@@ -115,23 +111,16 @@ class _Dealing:
         self.ids, self.window, self.order = ids, window, order
         self.placed = self.taken = 0
         self.waiting: dict[int, deque[int]] = {}  # id -> rows that met this id in a window that was being filled
-        self.window_of_id = np.full(int(ids.max(initial=0)) + 1, -1, dtype=np.int32)  # the last one that holds the id
-        self.block_begin = self.block_end = 0
+        self.held: set[int] = set()  # ids of the window that is being filled
 
     def run(self) -> int:
         num_rows, num_deferred = len(self.order), 0
         while self.placed < num_rows:
-            if self.block_end - self.taken < 2 * self.window and self.block_end < num_rows:
-                self._read_block(self.taken, max(BLOCK, 8 * self.window))
-            if not self.waiting and (rows := self._undisturbed()):
-                self.placed, self.taken = self.placed + rows, self.taken + rows  # they stand where they should
-                continue
-            number = self.placed // self.window
-            end = min((number + 1) * self.window, num_rows)
-            self._fill_from_queues(number, end)  # (2)
-            begin = self.taken
+            end = min(self.placed + self.window, num_rows)
+            self.held.clear()
+            self._fill_from_queues(end)  # (2)
             while self.placed < end and self.taken < num_rows:
-                self._fill_from_permutation(number, end, begin)
+                self._fill_from_permutation(end)
             # (3) the permutation is at its end, and every row that waits conflicts with this window
             while self.placed < end:
                 for row_id in list(islice(self.waiting, end - self.placed)):
@@ -139,69 +128,29 @@ class _Dealing:
                     num_deferred += 1
         return num_deferred
 
-    # ---- the permutation ----
-
-    def _read_block(self, begin: int, size: int) -> None:
-        """Rows `begin` .. of the permutation, with their ids, and for each the last row of the block before it that
-        shares an id with it (-1: none), all as places in the permutation."""
-        end = min(begin + size, len(self.order))
-        known = self.rows[begin - self.block_begin :] if begin < self.block_end else self.order[:0]
-        self.rows = np.concatenate([known, self.order[begin + len(known) : end]])  # the known may be overwritten there
-        self.block_begin, self.block_end = begin, end
-        self.row_ids = self.ids[self.rows]  # (block, columns)
-        flat, num_columns = self.row_ids.reshape(-1), self.row_ids.shape[1]
-        places = np.flatnonzero(flat)
-        keys = np.sort((flat[places].astype(np.int64) << 32) | places)
-        later = np.flatnonzero((keys[1:] >> 32) == (keys[:-1] >> 32)) + 1
-        before = np.full(flat.shape, -1, dtype=np.int64)
-        before[keys[later] & 0xFFFFFFFF] = (keys[later - 1] & 0xFFFFFFFF) // num_columns + begin
-        self.before = before.reshape(-1, num_columns).max(axis=1, initial=-1)
-        window_of_place = np.arange(begin, end) // self.window  # as long as no row waits
-        self.disturbing = np.flatnonzero(self.before >= window_of_place * self.window) + begin
-
-    def _undisturbed(self) -> int:
-        """Rows of whole windows, from here on, in which no row meets an id of its window."""
-        next_one = np.searchsorted(self.disturbing, self.taken)
-        if next_one < len(self.disturbing):
-            end = self.disturbing[next_one] // self.window * self.window
-        elif self.block_end == len(self.order):
-            end = self.block_end
-        else:
-            end = self.block_end // self.window * self.window
-        return int(end) - self.taken
-
-    def _fill_from_permutation(self, number: int, end: int, begin: int) -> None:
-        """With the next rows, as many as are missing; those that conflict wait. `begin`: the window's first."""
-        if self.taken == self.block_end:
-            self._read_block(begin, 2 * (self.taken - begin) + BLOCK)
-        last = min(self.taken + end - self.placed, self.block_end)
-        here = slice(self.taken - self.block_begin, last - self.block_begin)
-        rows, ids = self.rows[here], self.row_ids[here]
-        fits = (self.before[here] < begin) & (self.window_of_id[ids] != number).all(axis=1)
-        self.window_of_id[ids[fits]] = number
-        self.window_of_id[0] = -1
-        # A row that fits shares no id with a row before it, so that it disturbs none that is looked at now.
-        for i in np.flatnonzero(~fits).tolist():
-            fits[i] = self._takes(int(rows[i]), ids[i].tolist(), number)
+    def _fill_from_permutation(self, end: int) -> None:
+        """With the next rows, as many as are missing; those that conflict wait."""
+        rows = self.order[self.taken : self.taken + end - self.placed].copy()
+        self.taken += len(rows)
+        ids, fits = self.ids[rows], np.ones(len(rows), dtype=bool)  # (rows, columns), (rows,)
+        shared = np.flatnonzero(ids.any(axis=1))
+        fits[shared] = list(map(self._takes, rows[shared].tolist(), ids[shared].tolist()))
         rows = rows[fits]
-        self.taken = last
         self.order[self.placed : self.placed + len(rows)] = rows
         self.placed += len(rows)
 
     # ---- the queues ----
 
-    def _takes(self, row: int, row_ids: list[int], number: int) -> bool:
-        """Whether a window takes the row; otherwise the row waits for the first id that forbids it."""
+    def _takes(self, row: int, row_ids: list[int]) -> bool:
+        """Whether the window takes the row; otherwise the row waits for the first id that forbids it."""
         for row_id in row_ids:
-            if row_id and self.window_of_id[row_id] == number:
+            if row_id and row_id in self.held:
                 self.waiting.setdefault(row_id, deque()).append(row)
                 return False
-        for row_id in row_ids:
-            if row_id:
-                self.window_of_id[row_id] = number
+        self.held.update(row_ids)
         return True
 
-    def _fill_from_queues(self, number: int, end: int) -> None:
+    def _fill_from_queues(self, end: int) -> None:
         """With a row of each queue, the oldest queue first, that was there when the window began."""
         last, asked = next(reversed(self.waiting), None), set()
         while self.waiting and self.placed < end:
@@ -211,9 +160,9 @@ class _Dealing:
                 if self.placed == end:
                     return
                 asked.add(row_id)
-                if self.window_of_id[row_id] != number:
+                if row_id not in self.held:
                     row = self._next_waiting(row_id)
-                    if self._takes(row, self.ids[row].tolist(), number):
+                    if self._takes(row, self.ids[row].tolist()):
                         self._write(row)
                 if row_id == last:
                     return
