@@ -2,12 +2,12 @@
 
 `load.py` opens a dataset: `columns.py` gives its columns our names, `row_check.py` looks at every row, `hold_out.py`
 takes evaluation rows from the training split. `conversations.py` and `image_files.py` read rows with pictures;
-`code_search.py`, `digits.py` and `glyphs.py` are the datasets that need no download. `epoch_order.py`, `sampling.py`
+`code_search.py`, `digits.py` and `glyphs.py` are the datasets that need no download. `order.py`, `sampling.py`
 and `stream_order.py` (with `stream_readers.py`) put rows in order, `position.py` finds the place in that order at a
-resume. `mixture.py` holds several datasets, `source_order.py` and `source_streams.py` their order, and
+resume. `mixture.py` holds several datasets, and
 `fingerprint.py` finds out whether the data are the same. `collator.py`, `vision_language_collator.py` and
 `image_text_collator.py` make batches, which `padding.py` pads. `sentence_collator.py` makes batches by the
-`preprocess` of a SentenceTransformer, `batch_order.py` orders rows by its batch samplers. `tokens.py` holds texts'
+`preprocess` of a SentenceTransformer. `tokens.py` holds texts'
 tokens before they are padded, and `tokenized.py` makes them once for a run that reads its rows again. `evaluations.py`
 reads the corpora and rows that a run is judged by, as `items.py`.
 `bad_rows.py` and `storage.py` deal with rows and files that can not be read, and `encoding.py` with files that are not

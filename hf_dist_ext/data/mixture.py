@@ -4,7 +4,7 @@
     collator = MixtureCollator({"nli": ContrastiveCollator(...), "code": ContrastiveCollator(...)})
 
 A row carries the name of its source under `SOURCE`, so that the collator of its source makes the batch and the log
-tells the sources apart. source_order.py draws the source of each batch; source_streams.py does it for streams.
+tells the sources apart. order.py draws the source of each batch, and stream_order.py does it for streams.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Mixture(ConcatDataset):
 
 
 class MixedStream(IterableDataset):
-    """Streams of `datasets`, each read in an order of its own; source_streams.py deals their batches."""
+    """Streams of `datasets`, each read in an order of its own; stream_order.py deals their batches."""
 
     def __init__(self, sources: Mapping[str, Any], shares: Sequence[float]):
         self.sources, self.shares = dict(sources), list(shares)

@@ -7,7 +7,7 @@
     which it stopped, in its own batches, and whole epochs from then on. Its steps and its schedule are counted anew
     for what is left
 
-epoch_order.py draws the order and cuts it into batches. Where the order depends on the batch, the epoch that was begun
+order.py draws the order and cuts it into batches. Where the order depends on the batch, the epoch that was begun
 keeps its order. The manifest holds a digest of it, and a sampler that later gives another order is an error. A stream
 of `datasets` knows itself what was read of it (stream_order.py): its state is asked for, stored and given back here.
 """
@@ -28,14 +28,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import seed_worker
 from transformers.utils import logging
 
-from hf_dist_ext.data import epoch_order, stream_order
-from hf_dist_ext.data.batch_order import GlobalBatches
-from hf_dist_ext.data.epoch_order import EpochBatches, RowsUsed, StandIn
+from hf_dist_ext.data import order, stream_order
 from hf_dist_ext.data.fingerprint import check_same_data, data_fingerprint, length, seed_of_order
-from hf_dist_ext.data.mixture import MixedStream
-from hf_dist_ext.data.source_order import OneSourceSampler
-from hf_dist_ext.data.source_streams import MixedDealer
-from hf_dist_ext.data.stream_order import StreamState
+from hf_dist_ext.data.order import EpochBatches, GlobalBatches, OneSourceSampler, RowsUsed, StandIn
+from hf_dist_ext.data.stream_order import Dealer, MixedDealer, StreamState
 from hf_dist_ext.data.stream_readers import is_stream
 from hf_dist_ext.errors import UsageError
 
@@ -87,7 +83,7 @@ class DataPosition:
         self.args, self.dataloader_config, self.splits_last_batch = args, dataloader_config, splits_last_batch
         self._dataset, self._batch, self._exchange, self._read_manifest = dataset, batch, exchange, read_manifest
         self._is_on = hasattr(args, "allow_changed_data")
-        self._dealer: stream_order.Dealer | MixedDealer | None = None  # of the loader that was made last
+        self._dealer: Dealer | MixedDealer | None = None  # of the loader that was made last
         self._reset()
 
     def _reset(self) -> None:
@@ -172,13 +168,16 @@ class DataPosition:
         }
         if isinstance(dataset, IterableDataset) and self.stream is None:  # else workers change nothing
             now["dataloader_num_workers"] = args.dataloader_num_workers
-        before = {"data_parallel_size": content["world_size"]} | content  # older manifests
-        changed = [name for name in now if before.get(name, now[name]) != now[name]]
+        changed = [name for name in now if content[name] != now[name]]
         self.used, self._begun = used, {name: content.get(name) for name in ("order_digest", "bad_rows", "sources")}
         if changed and content.get("sources"):
-            self._begun["order_digest"] = None  # what is left of the epoch is cut anew (source_order.py)
-        if is_stream(dataset):
-            self._check_reading(content, changed, folder)
+            self._begun["order_digest"] = None  # what is left of the epoch is cut anew
+        if (content["stream_order"] == "one") != self.reads_in_one_order:
+            how = "in one order, not" if content["stream_order"] else "not in one order, but"
+            raise UsageError(
+                f"{folder} read its stream {how} through accelerate's dispatch_batches or split_batches, and this run "
+                "would do the other: its place is not one of this order. Set accelerator_config as it was."
+            )
         if self.stream is not None:
             self.stream = stream_order.load(folder)
             self._random_states_of = folder if content["world_size"] == args.world_size else None
@@ -193,30 +192,12 @@ class DataPosition:
                 f"{used.rows} rows, none is repeated or skipped."
             )
 
-    def _check_reading(self, content: Mapping[str, Any], changed: list[str], folder: str) -> None:
-        was_one = content.get("stream_order") == "one"
-        if was_one != self.reads_in_one_order:
-            how = "in one order" if was_one else "through accelerate's dispatch_batches or split_batches"
-            raise UsageError(
-                f"{folder} read its stream {how}, which this run would not: its place is not one of this order. Set "
-                "accelerator_config as it was."
-            )
-        if changed and not was_one:
-            raise UsageError(
-                f"{folder} can not be continued with another {changed[0]}: which process and loader worker reads a "
-                "row of the stream depends on it. Set it as it was; without dispatch_batches and split_batches in "
-                "accelerator_config it can be changed at any time."
-            )
-
     # ---- the loader ----
 
     def loader_in_one_order(self, collate: Callable, accelerator: Any) -> Any:
         """The loader of this process's rows of a stream: accelerate moves its batches to the device, and no more."""
-        args, (own, everyone) = self.args, self._batch()
-        dataset, mixed = self._dataset(), {}
-        if isinstance(dataset, MixedStream):
-            mixed = {"seed": seed_of_order(args)}
-        self._dealer = (MixedDealer if mixed else stream_order.Dealer)(
+        args, (own, everyone), dataset = self.args, self._batch(), self._dataset()
+        self._dealer = stream_order.dealer_of(
             dataset,
             own,
             stream_order.Ranks(args.process_index, args.world_size, everyone // own),
@@ -225,7 +206,7 @@ class DataPosition:
             args.dataloader_multiprocessing_context,
             args.allow_changed_data,
             args.device,
-            **mixed,
+            seed=seed_of_order(args),
         )
         loader = DataLoader(
             stream_order.DealtRows(self._dealer.features),
@@ -267,27 +248,23 @@ class DataPosition:
         if not self._is_on or isinstance(loader.dataset, IterableDataset):
             return
         fills = "filled" if self.dataloader_config.even_batches else "uneven"
-        epoch_order.take_over(
-            loader,
-            seed=seed_of_order(self.args),
-            last="split" if self.splits_last_batch else fills,
-            begun=begun,
-        )
-        batches = epoch_order.batches_of(loader)
+        last = "split" if self.splits_last_batch else fills
+        batches = order.take_over(loader, seed=seed_of_order(self.args), last=last, begun=begun)
         if isinstance(sampler := getattr(batches, "sampler", None), OneSourceSampler) and self._begun.get("sources"):
             sampler.go_on(self._begun["sources"], self.used.epoch, self.used.rows)
-        if begun is not None and begun.rows and isinstance(sampler, GlobalBatches):
-            if begun.window != sampler.rows_per_batch:
-                raise UsageError(
-                    f"{type(sampler.batches).__name__} made the batches of the epoch that the checkpoint began of "
-                    f"{begun.window} rows of all processes, and a batch has {sampler.rows_per_batch} now. Resume with "
-                    "as many rows per batch (per_device_train_batch_size x processes)."
-                )
-        if begun is not None and not isinstance(batches, EpochBatches):
+        if begun is None:
+            return
+        if not isinstance(batches, EpochBatches):
             raise UsageError(
                 f"{type(getattr(batches, 'sampler', None) or batches).__name__} can not go on with another batch: it "
                 "makes the batches itself, or has no length. Resume with the checkpoint's batch size, accumulation "
                 "and number of processes."
+            )
+        if isinstance(sampler, GlobalBatches) and begun.rows and begun.window != sampler.rows_per_batch:
+            raise UsageError(
+                f"{type(sampler.batches).__name__} made the batches of the epoch that the checkpoint began of "
+                f"{begun.window} rows of all processes, and a batch has {sampler.rows_per_batch} now. Resume with "
+                "as many rows per batch (per_device_train_batch_size x processes)."
             )
 
     # ---- Trainer's counts ----
@@ -326,8 +303,8 @@ class DataPosition:
 
     def _rows_in(self, loader: Any) -> int | None:
         """Of a whole epoch."""
-        order = epoch_order.batches_of(loader)
-        return order.num_rows if isinstance(order, EpochBatches) else length(self._dataset())
+        batches = order.batches_of(loader)
+        return batches.num_rows if isinstance(batches, EpochBatches) else length(self._dataset())
 
     # ---- an epoch, and the batches of a step ----
 
@@ -340,10 +317,10 @@ class DataPosition:
         batch, changed = self.rows_per_micro_batch, {}
         if epoch != self.used.epoch:
             self.used = replace(self.used, epoch=epoch, rows=0, window=batch)
-        order = epoch_order.batches_of(loader)
-        if hasattr(order, "set_epoch"):
-            order.set_epoch(epoch)  # whatever accelerate has wrapped it in
-        self._order = order if isinstance(order, EpochBatches) else None
+        batches = order.batches_of(loader)
+        if hasattr(batches, "set_epoch"):
+            batches.set_epoch(epoch)  # whatever accelerate has wrapped it in
+        self._order = batches if isinstance(batches, EpochBatches) else None
         if self._order is not None:
             self._check_order(self._order)
         rows, is_resumed = self._rows_in(loader), self._resumed is not None and epoch == self._resumed.epoch
@@ -357,10 +334,10 @@ class DataPosition:
         self._rows_of_epoch = min(rows, (self._resumed.rows if is_resumed else 0) + num_batches * batch)
         return changed
 
-    def _check_order(self, order: EpochBatches) -> None:
+    def _check_order(self, batches: EpochBatches) -> None:
         """The order of the epoch is that of all processes, and the one that a resumed run has begun."""
-        self.used = replace(self.used, window=order.made_for(order.epoch))
-        digest, sampler = order.digest(), type(order.sampler).__name__
+        self.used = replace(self.used, window=batches.made_for(batches.epoch))
+        digest, sampler = batches.digest(), type(batches.sampler).__name__
         as_it_should = (
             "Let the order follow from `set_epoch(epoch)`, from a global generator (torch's, numpy's, Python's), or "
             "from a torch.Generator in the attribute `generator`."
@@ -368,15 +345,15 @@ class DataPosition:
         of_processes = self._exchange([int(digest[:15], 16)])
         if of_processes.count(of_processes[0]) != len(of_processes):
             raise UsageError(
-                f"the processes do not draw the same order of epoch {order.epoch} from {sampler}, so rows would be "
+                f"the processes do not draw the same order of epoch {batches.epoch} from {sampler}, so rows would be "
                 f"repeated and others skipped. {as_it_should}"
             )
         begun = self.pop_resumed("order_digest")
         if begun is None or begun == digest or self.used.rows == 0:
             return
         text = (
-            f"the order of epoch {order.epoch} that {sampler} gives now is not the one that the checkpoint has begun, "
-            "so rows would be repeated and others skipped"
+            f"the order of epoch {batches.epoch} that {sampler} gives now is not the one that the checkpoint has "
+            "begun, so rows would be repeated and others skipped"
         )
         if not self.args.allow_changed_data:
             raise UsageError(f"{text}. {as_it_should} Or set allow_changed_data=true.")

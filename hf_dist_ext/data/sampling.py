@@ -3,7 +3,7 @@
     ids = shared_ids(dataset, ["query", "positive"])
     sampler = NoDuplicatesSampler(ids, window=batch_size * num_processes, seed=42)
 
-A window is a global batch: data/epoch_order.py cuts the order into them. An epoch's order is made in three steps:
+A window is a global batch: data/order.py cuts the order into them. An epoch's order is made in three steps:
 (1) Permute the rows, by seed and epoch
 (2) Fill a window with rows that wait from earlier windows, then with rows of the permutation; a row with an id that
     the window has already joins the queue of that id
@@ -35,7 +35,23 @@ NO_ROW = -1  # in an order: a place without a row
 NO_DUPLICATES = ("no_duplicates", "no_duplicates_hashed")  # of `batch_sampler`
 
 
-class NoDuplicatesSampler(Sampler[int]):
+class EpochOrder(Sampler[int]):
+    """A sampler that knows the order of a whole epoch, which every process draws alike."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order().tolist())
+
+    def order(self) -> np.ndarray:
+        """(rows,) of the present epoch; NO_ROW where a place holds none."""
+        raise NotImplementedError
+
+
+class NoDuplicatesSampler(EpochOrder):
     """A seeded permutation in which each window of `window` rows shares no id, as far as that is possible.
 
     `ids`: (rows, columns) int32 as `row_ids.shared_ids` and `row_ids.numbered` give them, 0 for what no other row
@@ -50,17 +66,10 @@ class NoDuplicatesSampler(Sampler[int]):
         self.window = window
         self.seed = seed
         self.leaves_out = leaves_out
-        self.epoch = 0
         self.num_deferred = 0  # rows of the last epoch that stand beside a row they conflict with
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order().tolist())
 
     def order(self) -> np.ndarray:
         """(rows,) of the epoch; `num_deferred` says how many stand beside a row they conflict with."""

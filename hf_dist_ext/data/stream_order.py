@@ -16,6 +16,10 @@
     states before the round. A resumed run, whose W may be another, reads the round's blocks again and compares them
     with the digests in the checkpoint
 
+Of several streams each batch is the next one of a stream that is drawn, the same on every rank. Every stream is dealt
+by a `Dealer` of its own, so what holds of one stream holds of each. The sources of BLOCK batches are drawn together,
+by the seed and the block's number, so that a resumed run needs to know how many batches were before it.
+
 A shuffle buffer of n rows becomes a random order of the rows of a block of n / C: mixed as far, but nothing in memory
 that a state would lack.
 """
@@ -38,13 +42,14 @@ from datasets.features.features import decode_nested_example
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers.utils import logging
 
-from hf_dist_ext.data.mixture import MixedStream
+from hf_dist_ext.data.mixture import SOURCE, MixedStream, drawn
 from hf_dist_ext.data.stream_readers import Blocks, Readers, StreamBlock, fingerprint, number_of_readers
 from hf_dist_ext.errors import UsageError
 
 logger = logging.get_logger(__name__)
 
 FILE = "stream_position.json"
+BLOCK = 1024  # batches whose sources are drawn together
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class StreamState:
 
     `states`: reader -> `datasets`' state before its block of this round, None at the beginning of its shards; readers
     that dropped out are not in it. None: not known, so the epoch is dealt from its beginning. `digests`: of the
-    round's blocks, reader -> digest. `sources`: of several streams (source_streams.py), the state of each; `round` is
+    round's blocks, reader -> digest. `sources`: of several streams, the state of each; `round` is
     then the number of batches that were dealt, and `rows` those of all.
     """
 
@@ -307,6 +312,58 @@ class Dealer(Sampler[list[Dealt]]):
         ]
 
 
+# ---- several streams ----
+
+
+class MixedDealer(Sampler[list[Dealt]]):
+    """This rank's batches, of `batch` rows each. The arguments are those of `Dealer`, but for the `seed` of the draws.
+
+    `states` holds the state after each batch that a loader has asked for, and whoever uses a batch takes the first.
+    """
+
+    def __init__(self, stream: MixedStream, batch: int, ranks: Ranks, start: StreamState, *more: Any, seed: int):
+        self.stream, self.start, self.seed, self.rows = stream, start, seed, batch * ranks.shares
+        known = start.sources or {}
+        self.dealers = {
+            name: Dealer(source, batch, ranks, known.get(name, StreamState()), *more)
+            for name, source in stream.sources.items()
+        }
+        self.states: deque[StreamState] = deque()
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """Of the columns that are decoded where a batch is made."""
+        return {name: one for dealer in self.dealers.values() for name, one in dealer.features.items()}
+
+    def __iter__(self) -> Iterator[list[Dealt]]:
+        self.states.clear()
+        names, batches = list(self.dealers), {name: iter(dealer) for name, dealer in self.dealers.items()}
+        state = replace(self.start, sources={name: dealer.start for name, dealer in self.dealers.items()})
+        for number in self._sources(state.round):
+            name = names[number]
+            rows = next(batches[name])
+            of_source = self.dealers[name].states.pop()
+            state = replace(
+                state, rows=state.rows + self.rows, round=state.round + 1, sources=state.sources | {name: of_source}
+            )
+            self.states.append(state)
+            yield [dealt._replace(row=dealt.row | {SOURCE: name}) for dealt in rows]
+
+    def _sources(self, first: int) -> Iterator[int]:
+        """The number of each batch's source, from batch `first` on."""
+        for block in itertools.count(first // BLOCK):
+            numbers = drawn(self.stream.shares, BLOCK, (self.seed, block)).tolist()
+            yield from numbers[max(0, first - block * BLOCK) :]
+
+
+def dealer_of(stream: Any, *given: Any, seed: int) -> Dealer | MixedDealer:
+    """What deals a stream, or several: the arguments are those of `Dealer`, and the `seed` of a mixture's draws."""
+    return MixedDealer(stream, *given, seed=seed) if isinstance(stream, MixedStream) else Dealer(stream, *given)
+
+
+# ---- (4) ----
+
+
 def exchange_rows(to_send: list[list], device: Any) -> list[list]:
     """Sends each rank the rows in its place of `to_send`; gives the rows that each rank has sent to this one."""
     parts = [pickle.dumps(rows, protocol=pickle.HIGHEST_PROTOCOL) for rows in to_send]
@@ -354,13 +411,7 @@ def load(folder: str) -> StreamState | None:
     path = Path(folder, FILE)
     if not path.is_file():
         return None
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if "readers" not in content:
-        raise UsageError(
-            f"{path} was written by an earlier version, which read a stream in another order. Resume with that "
-            "version, or begin the data anew with ignore_data_skip=true."
-        )
-    return _state_of(content)
+    return _state_of(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _state_of(content: dict[str, Any]) -> StreamState:

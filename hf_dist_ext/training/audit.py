@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from hf_dist_ext.data.collator import CUTS
-from hf_dist_ext.data.epoch_order import StandIn
+from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.tensors import held_here, is_split, num_parts, put, split_as

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist_ext.data.epoch_order import StandIn
+from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.engine.flat import first_rows, num_rows
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.rows import Rows

@@ -7,7 +7,7 @@ import re
 from enum import Enum
 from typing import Any
 
-from hf_dist_ext.data.batch_order import BATCH_SAMPLERS, MULTI_DATASET_BATCH_SAMPLERS
+from hf_dist_ext.data.order import BATCH_SAMPLERS, MULTI_DATASET_BATCH_SAMPLERS
 from hf_dist_ext.errors import UsageError
 
 OF_THE_MODEL = ("prompts", "router_mapping", "max_length")  # which a SentenceTransformer alone reads

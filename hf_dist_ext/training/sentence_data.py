@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers.utils import logging
 
-from hf_dist_ext.data.batch_order import PROPORTIONAL
 from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
 from hf_dist_ext.data.fingerprint import seed_of_order
 from hf_dist_ext.data.mixture import SOURCE, Mixture, Tagged, shares, tagged_stream
+from hf_dist_ext.data.order import PROPORTIONAL
 from hf_dist_ext.data.sentence_collator import LABELS, SentenceCollator, label_column, of_source
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training.arguments import DistTrainingArguments

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from hf_dist_ext import launched, policy
 from hf_dist_ext.checkpoints import host_memory
-from hf_dist_ext.data.epoch_order import StandIn
+from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.engine.budget import ChunkBudget, longest_row
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.combined_losses import num_columns_of

@@ -22,8 +22,8 @@ from torch import nn
 
 from hf_dist_ext.checkpoints.loss_state import loss_parameters
 from hf_dist_ext.data.collator import CONSTANTS, CUTS, RESERVED
-from hf_dist_ext.data.epoch_order import StandIn
 from hf_dist_ext.data.mixture import SOURCE, source_of
+from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.engine.gradient_cache import (
@@ -381,7 +381,7 @@ class EmbeddingStep:
         layout: Layout,
         early: EarlyGather | None = None,
     ):
-        """The loss of this rank's rows, weighted by their number. A stand-in for rows (data/epoch_order.py) is scored
+        """The loss of this rank's rows, weighted by their number. A stand-in for rows (data/order.py) is scored
         as if its row were the first of all, so that every rank asks for the same columns, and weighs nothing."""
         anchor, ranks, counts = next(iter(embeddings)), self.strategy().rows, layout.counts
         own = {name: of_ranks[ranks.index] for name, of_ranks in counts.items()}

@@ -30,8 +30,8 @@ from hf_dist_ext.checkpoints import hub, loss_state, manifest, resume
 from hf_dist_ext.checkpoints.keeper import Keeper
 from hf_dist_ext.checkpoints.model_files import ModelFiles
 from hf_dist_ext.data import tokenized
-from hf_dist_ext.data.batch_order import sampler_of
 from hf_dist_ext.data.mixture import source_of
+from hf_dist_ext.data.order import sampler_of
 from hf_dist_ext.data.position import DataPosition
 from hf_dist_ext.data.sentence_collator import SentenceCollator
 from hf_dist_ext.engine.budget import ChunkBudget

@@ -10,9 +10,8 @@ from datasets import Dataset
 from sentence_transformers.base import sampler as theirs
 from torch.utils.data import ConcatDataset, RandomSampler
 
-from hf_dist_ext.data.batch_order import GlobalBatches, sampler_of
-from hf_dist_ext.data.epoch_order import EpochBatches, RowsUsed
 from hf_dist_ext.data.mixture import Mixture, shares
+from hf_dist_ext.data.order import EpochBatches, GlobalBatches, RowsUsed, sampler_of
 from hf_dist_ext.data.sampling import NO_ROW, NoDuplicatesSampler
 from hf_dist_ext.errors import UsageError
 

@@ -93,8 +93,9 @@ def test_a_position_is_kept_and_continued_without_a_trainer(tmp_path):
         before.add([{}, {}])
     facts = before.facts(bad_rows=None)
     assert facts["samples_seen"] == facts["position"]["rows"] == 16 and facts["data_length"] == ROWS
-    of_run = {"step": 2, "world_size": 2, "seed": args.seed, "data_seed": None, "per_device_train_batch_size": 4}
-    after = position(3, 3, facts | of_run | {"gradient_accumulation_steps": 1})
+    batch = {"data_parallel_size": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    of_run = {"step": 2, "world_size": 2, "seed": args.seed, "data_seed": None}
+    after = position(3, 3, facts | of_run | batch)
     with after.training("checkpoint-2"):
         assert after.used.rows == 16 and not after.used.is_regular
         assert after.counts((3, 10, 30), DataLoader(table(), batch_size=3)) == (3, 10, 2 + 5 + 2 * 10)

@@ -10,14 +10,13 @@ import datasets
 import numpy as np
 import pytest
 
-from hf_dist_ext.data import source_streams, stream_order
+from hf_dist_ext.data import stream_order
 from hf_dist_ext.data.bad_rows import GuardedCollator, GuardedRows, Tally
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.mixture import SOURCE, MixedStream, Mixture, MixtureCollator, drawn, shares
+from hf_dist_ext.data.order import OneSourceSampler
 from hf_dist_ext.data.row_ids import numbered
-from hf_dist_ext.data.source_order import OneSourceSampler
-from hf_dist_ext.data.source_streams import MixedDealer
-from hf_dist_ext.data.stream_order import Ranks, StreamState
+from hf_dist_ext.data.stream_order import MixedDealer, Ranks, StreamState
 from hf_dist_ext.errors import UsageError
 from tests.tiny_models import tiny_tokenizer
 
@@ -196,7 +195,7 @@ def test_an_unchanged_run_goes_on_from_what_a_checkpoint_holds():
 def test_streams_are_dealt_one_source_a_batch_and_go_on_behind_any(tmp_path):
     """Over a block of draws too; of every source all rows once before any row twice."""
     streams = {name: one.to_iterable_dataset(num_shards=2) for name, one in mixture().sources.items()}
-    count = source_streams.BLOCK + 3
+    count = stream_order.BLOCK + 3
 
     def dealt(start: StreamState, batches: int) -> list[tuple[StreamState, list[tuple[str, str]]]]:
         dealer = MixedDealer(MixedStream(streams, SHARES), 2, Ranks(0, 1, 1), start, seed=3)
@@ -210,7 +209,7 @@ def test_streams_are_dealt_one_source_a_batch_and_go_on_behind_any(tmp_path):
     for name, size in SIZES.items():
         texts = [text for _, rows in whole for of, text in rows if of == name]
         assert {text.split()[0] for text in texts} == {name} and len(set(texts[:size])) == size
-    for used in (1, 13, source_streams.BLOCK - 1, source_streams.BLOCK):
+    for used in (1, 13, stream_order.BLOCK - 1, stream_order.BLOCK):
         stream_order.save(whole[used - 1][0], tmp_path)
         found = dealt(stream_order.load(tmp_path), 3)
         assert [rows for _, rows in found] == [rows for _, rows in whole[used : used + 3]]

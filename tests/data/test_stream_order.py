@@ -221,7 +221,7 @@ def test_a_state_that_leads_elsewhere_is_not_believed(caplog, monkeypatch):
     assert "the first 8 rows of epoch 0 are read again" in caplog.text
 
 
-def test_what_accelerate_dispatches_is_read_as_trainer_does_and_then_nothing_may_change(tmp_path):
+def test_what_accelerate_dispatches_is_read_as_trainer_does_and_goes_on_behind_what_was_read(tmp_path):
     def stream():
         return table(16).to_iterable_dataset(num_shards=4)
 
@@ -229,9 +229,10 @@ def test_what_accelerate_dispatches_is_read_as_trainer_does_and_then_nothing_may
     order = run(tmp_path, stream(), **options).seen
     assert sorted(order[:16]) == sorted(order[16:]) == list(range(16))
     assert run(tmp_path, stream(), resume=6, **options).seen == order[24:]  # of the second epoch
-    for name, value in {"dataloader_num_workers": 2, "per_device_train_batch_size": 2}.items():
-        with pytest.raises(UsageError, match=f"another {name}: which process and loader worker"):
-            run(tmp_path, stream(), resume=3, **options | {name: value})
+    smaller = {"per_device_train_batch_size": 2, "max_steps": 9}
+    assert run(tmp_path, stream(), resume=3, **options | smaller).seen == order[12:24]
+    with pytest.raises(UsageError, match="can not go on with another batch and dataloader_num_workers"):
+        run(tmp_path, stream(), resume=3, **options | smaller, dataloader_num_workers=2)
     with pytest.raises(UsageError, match="through accelerate's dispatch_batches"):
         run(tmp_path, stream(), resume=3, max_steps=8)
 

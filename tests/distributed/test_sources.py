@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from hf_dist_ext.data import stream_readers
 from hf_dist_ext.data.collator import ContrastiveCollator, content_id
-from hf_dist_ext.data.epoch_order import StandIn
 from hf_dist_ext.data.mixture import MixedStream, Mixture, MixtureCollator, source_of
+from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments

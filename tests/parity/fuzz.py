@@ -46,11 +46,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 from hf_dist_ext import launched  # noqa: E402
-from hf_dist_ext.data import epoch_order
+from hf_dist_ext.data import order as epoch_order
 from hf_dist_ext.data.collator import ContrastiveCollator, content_id  # noqa: E402
-from hf_dist_ext.data.epoch_order import StandIn  # noqa: E402
 from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.data.mixture import MixedStream, Mixture, MixtureCollator, Tagged, tagged_stream
+from hf_dist_ext.data.order import StandIn  # noqa: E402
 from hf_dist_ext.engine import chunks
 from hf_dist_ext.engine.losses import InfoNCELoss  # noqa: E402
 from hf_dist_ext.run.config import RunConfig
