@@ -32,7 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_dist_ext import policy
-from hf_dist_ext.engine.losses import LossOutput, keys_of
+from hf_dist_ext.engine.false_negatives import keys_of
+from hf_dist_ext.engine.losses import LossOutput
 from hf_dist_ext.engine.manual_gradient import with_gradients
 from hf_dist_ext.engine.real_tokens import RealTokens, best_matches
 from hf_dist_ext.engine.tiled_infonce import gradient_of_raw, normalized, softmax_of_tile

@@ -4,7 +4,8 @@ The one thing to know: a loss is the mean over this rank's OWN rows, scored agai
 (differentiably) and weighs the ranks; the loss only reads what it is given. Any callable of this signature will do.
 
 (1) check the columns: anchor, positive, then any hard negatives
-(2) turn ids into small numbers, per column of candidates: rows and candidates that share one are no negatives
+(2) turn ids into keys, per column of candidates: rows and candidates that share one are no negatives
+    (engine/false_negatives.py)
 (3) hand over to engine/tiled_infonce.py, which computes loss and gradient tile by tile, or, where candidates go round
     the processes, to engine/ring.py
 """
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from hf_dist_ext import policy
+from hf_dist_ext.engine.false_negatives import Keys, keys_of
 from hf_dist_ext.engine.matmul import Matmul
 from hf_dist_ext.engine.ring import Ring, RingPlan, scored_in_ring
 from hf_dist_ext.engine.ring_scores import Softmax
@@ -29,8 +31,6 @@ from hf_dist_ext.errors import UsageError
 
 MAX_INVERSE_TEMPERATURE = 100.0  # CLIP's bound (https://huggingface.co/papers/2103.00020, section 2.5)
 
-
-Keys = list[list[tuple[Tensor, Tensor]]]  # of `keys_of`
 Exchange = Literal["auto", "gather", "ring"]
 
 
@@ -338,38 +338,6 @@ def _index_of(embedding: Tensor, embeddings: list[Tensor]) -> int:
             return index
     embeddings.append(embedding)
     return len(embeddings) - 1
-
-
-def keys_of(columns: list[str], heights: Mapping[str, int], ids: Mapping[str, Tensor], dtype: torch.dtype) -> Keys:
-    """Per column of candidates the pairs (key of each of the N rows, key of each candidate); any in common masks.
-
-    heights: all ranks' rows of every column of candidates; anchors and groups are as many as positives.
-    """
-    anchor, positive, *negatives = columns
-    for name, values in ids.items():
-        if name not in (*columns, "group"):
-            raise UsageError(f"ids has {name!r}, which is no column. Give ids of {', '.join(columns)} or 'group'.")
-        num_rows = heights[positive if name in (anchor, "group") else name]
-        if values.shape != (num_rows,):
-            raise UsageError(f"ids[{name!r}] has the shape {tuple(values.shape)}. Give one id per row: ({num_rows},).")
-    names = dict.fromkeys(name for name in (anchor, positive, "group") if name in ids)
-    keys = [[(rank, rank) for name in names for rank in _ranks([ids[name]], dtype)]]
-    for negative in negatives:
-        keys.append([])
-        if positive in ids and negative in ids:
-            of_positives, of_negatives = _ranks([ids[positive], ids[negative]], dtype)
-            keys[-1].append((of_positives, of_negatives))
-    return keys if any(keys) else []
-
-
-def _ranks(ids: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Whole numbers, equal where the ids are, small enough to be floats, which compare fastest."""
-    values = torch.cat(ids)
-    assert values.shape[0] <= 2**24, f"float32 cannot tell {values.shape[0]} ids apart"
-    ordered, order = values.sort()
-    rank = torch.zeros_like(values)
-    rank[1:] = (ordered[1:] != ordered[:-1]).cumsum(dim=0)  # torch.unique would wait for the device to learn its size
-    return list(torch.empty_like(rank).scatter_(0, order, rank).to(dtype).split([len(part) for part in ids]))
 
 
 def checked_columns(

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from hf_dist_ext.engine.losses import Exchange, LossOutput, check_exchange, checked_columns, keys_of, ring_of
+from hf_dist_ext.engine.false_negatives import keys_of
+from hf_dist_ext.engine.losses import Exchange, LossOutput, check_exchange, checked_columns, ring_of
 from hf_dist_ext.engine.manual_gradient import with_gradients
 from hf_dist_ext.engine.matmul import Matmul
 from hf_dist_ext.engine.ring import Ring, RingPlan, scored_in_ring

@@ -26,6 +26,7 @@ from hf_dist_ext.data.mixture import SOURCE, source_of
 from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.combined_losses import loss_of
+from hf_dist_ext.engine.false_negatives import RowIds
 from hf_dist_ext.engine.gradient_cache import (
     KEEP,
     SCORE,
@@ -189,6 +190,7 @@ class EmbeddingStep:
         encode, is_measured = functools.partial(self._encode, model), sizes.is_measured(is_first)
         facts = self._completed(facts, layout)
         early = self._early_gather(layout, facts)
+        facts = facts._replace(ids=self._ids_of_all(facts, layout))
 
         def score(embeddings: dict[str, Output]):
             if budget is not None:
@@ -293,7 +295,7 @@ class EmbeddingStep:
         facts = self._completed(facts, layout)
         embeddings = self._encoded(model, layout)
         with compiling.scores_in_float32(self.args), _evaluating(self.loss):
-            loss, _ = self._score(embeddings, facts, layout)
+            loss, _ = self._score(embeddings, facts._replace(ids=self._ids_of_all(facts, layout)), layout)
         return EvaluatedBatch(
             loss, {name: compared(rows, self._loss_of(facts)) for name, rows in embeddings.items()}, facts
         )
@@ -355,6 +357,19 @@ class EmbeddingStep:
             return facts
         return facts._replace(targets={**facts.targets, **loss.targets_of(layout.batch, facts.constants)})
 
+    def _ids_of_all(self, facts: RowFacts, layout: Layout) -> Mapping[str, torch.Tensor] | None:
+        """Those of all rows that the loss compares own rows with. A step asks before its first forward, so that the
+        host knows which ids repeat when the loss asks."""
+        ids, counts, ranks, loss = facts.ids, layout.counts, self.strategy().rows, self._loss_of(facts)
+        if ids is None:
+            return None
+        if ranks.size > 1 and getattr(loss, "cross_device_negatives", True):
+            anchor, own = next(iter(counts)), {name: of_ranks[ranks.index] for name, of_ranks in counts.items()}
+            ids = {name: values[: own.get(name, own[anchor])] for name, values in ids.items()}
+            ids = ranks.gather_ids(ids, counts, anchor)
+        parts = loss.modules() if isinstance(loss, nn.Module) else [loss]
+        return RowIds(ids, list(counts)) if any(getattr(p, "mask_false_negatives", False) for p in parts) else ids
+
     def _loss_of(self, facts: RowFacts) -> Callable:
         return loss_of(self.loss, facts.source)
 
@@ -382,7 +397,9 @@ class EmbeddingStep:
         early: EarlyGather | None = None,
     ):
         """The loss of this rank's rows, weighted by their number. A stand-in for rows (data/order.py) is scored
-        as if its row were the first of all, so that every rank asks for the same columns, and weighs nothing."""
+        as if its row were the first of all, so that every rank asks for the same columns, and weighs nothing.
+
+        facts: with ids of `_ids_of_all`."""
         anchor, ranks, counts = next(iter(embeddings)), self.strategy().rows, layout.counts
         own = {name: of_ranks[ranks.index] for name, of_ranks in counts.items()}
         everyone, row_offset, (ids, targets, *_), scores = None, 0, facts, self._loss_of(facts)
@@ -392,9 +409,6 @@ class EmbeddingStep:
                 ranks, rows, counts, early and early.begun, lambda name: self._lengths(layout, name, own[name])
             )
             row_offset = sum(counts[anchor][: ranks.index]) if own[anchor] else 0
-            if ids is not None:
-                ids = {name: values[: own.get(name, own[anchor])] for name, values in ids.items()}
-                ids = ranks.gather_ids(ids, counts, anchor)
             targets = ranks.gather_targets(targets, counts, anchor)
         more = {"targets": targets} if targets else {}
         if more and "targets" not in inspect.signature(getattr(scores, "forward", scores)).parameters:

@@ -45,6 +45,7 @@ def batch_of(rows: list[int], columns: int, label: str | None) -> dict:
         "vector": lambda: torch.stack([torch.randn(columns, 3, generator=generator) for generator in draw]),
     }
     batch = {name: {"input_ids": texts[i]} for i, name in enumerate(names)}
+    batch["ids"] = {names[-1]: torch.tensor([row % 7 for row in rows])}  # equal ones are on different processes
     return batch | ({"targets": {"label": labels[label]()}} if label else {})
 
 

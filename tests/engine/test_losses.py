@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_dist_ext import policy
+from hf_dist_ext.engine.false_negatives import RowIds
 from hf_dist_ext.engine.losses import InfoNCELoss, LossOutput
 from hf_dist_ext.errors import UsageError
 
@@ -194,8 +195,9 @@ def test_matryoshka_is_the_weighted_sum_of_the_loss_on_every_prefix(symmetric, m
     )
 
 
+@pytest.mark.parametrize("kind", [dict, lambda ids: RowIds(ids, ["query", "positive", "negative0"])])
 @pytest.mark.parametrize("relation", ["query", "positive", "group", "negative0"])
-def test_each_relation_masks_exactly_its_pairs(relation):
+def test_each_relation_masks_exactly_its_pairs(relation, kind):
     columns = make_columns(rows=6, negatives=(12,))
     ids = {name: torch.arange(len(c)) + 100 * k for k, (name, c) in enumerate(columns.items())}
     if relation == "group":
@@ -203,10 +205,34 @@ def test_each_relation_masks_exactly_its_pairs(relation):
     # Rows 1 and 4 share the id; negative 4 has the text of the positive of row 1.
     ids[relation][4] = ids["positive" if relation == "negative0" else relation][1]
     wanted = 1 if relation == "negative0" else 2
+    ids = kind(ids)
+    assert not isinstance(ids, RowIds) or ids.repeating == {relation}
     output = assert_equals_naive(columns, ids)
     assert round(output.metrics["masked_share"].item() * 6 * 17) == wanted
     unmasked = InfoNCELoss(TEMPERATURE, mask_false_negatives=False)(columns, ids=ids)
     assert unmasked.metrics["masked_share"] == 0 and unmasked.loss > output.loss
+
+
+def test_ids_that_are_known_to_differ_cost_no_traffic():
+    class Traffic(TorchDispatchMode):
+        num_bytes = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if not function.is_view:
+                for leaf in tree_leaves((args, kwargs, result)):
+                    self.num_bytes += leaf.nbytes if isinstance(leaf, torch.Tensor) else 0
+            return result
+
+    columns = make_columns(rows=256, negatives=(256,), width=16, dtype=torch.float32)
+    ids = {name: torch.arange(256) + 1000 * k for k, name in enumerate(columns)}
+    found = []
+    for given in (ids, RowIds(ids, list(columns)), None):
+        with Traffic() as traffic:
+            output = InfoNCELoss(TEMPERATURE, rows_per_tile=64, candidates_per_tile=256)(columns, ids=given)
+        found.append((traffic.num_bytes, output.loss.item(), output.metrics["masked_share"].item()))
+    (compared, *expected), (known, *others), (without, *_) = found
+    assert others == expected and known < 1.001 * without < 0.6 * compared
 
 
 @pytest.mark.parametrize("rows_of_rank", [[13], [9, 4], [1, 0, 12], [5, 6, 2]], ids=str)

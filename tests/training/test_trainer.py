@@ -10,6 +10,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_dist_ext.checkpoints import loss_state
+from hf_dist_ext.engine import tiled_infonce
 from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
@@ -175,6 +176,24 @@ def test_evaluation_uses_the_loss_of_training(tmp_path):
     batch, model = collate(list(range(20))), evaluated.model.eval()
     own = {name: model(**batch[name]) for name in ("query", "positive")}
     assert found == pytest.approx(evaluated.loss(own, ids=batch["ids"]).loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_texts_are_compared_only_where_some_are_equal(tmp_path, monkeypatch, repeats):
+    compared, compare = [], tiled_infonce.compare_keys
+    monkeypatch.setattr(tiled_infonce, "compare_keys", lambda *given: compared.append(1) or compare(*given))
+
+    def with_repeats(rows: list[int]) -> dict:
+        batch = collate(rows)
+        if repeats:
+            batch["ids"]["positive"] = torch.tensor(rows) // 2
+        return batch
+
+    trained = trainer(tmp_path, collator=with_repeats, num_rows=8)
+    trained.train()
+    masked = [line["masked_share"] for line in trained.state.log_history if "masked_share" in line]
+    assert len(masked) == 3 and all((share > 0) is repeats for share in masked)
+    assert bool(compared) is repeats
 
 
 def test_the_hub_token_reaches_no_file(tmp_path):
