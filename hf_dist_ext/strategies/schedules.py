@@ -27,6 +27,8 @@ FORWARD, BACKWARD = "FORWARD", "FULL_BACKWARD"
 INPUT_BACKWARD, WEIGHT_BACKWARD = "BACKWARD_INPUT", "BACKWARD_WEIGHT"
 SEND_FORWARD, RECEIVE_FORWARD = "SEND_F", "RECV_F"
 SEND_BACKWARD, RECEIVE_BACKWARD = "SEND_B", "RECV_B"
+MESSAGES = {FORWARD: (SEND_FORWARD, RECEIVE_FORWARD), BACKWARD: (SEND_BACKWARD, RECEIVE_BACKWARD)}
+UNITS = {FORWARD: 1, BACKWARD: 2, INPUT_BACKWARD: 1, WEIGHT_BACKWARD: 1}  # how long a stage works, in forwards
 
 
 class Action(NamedTuple):
@@ -93,37 +95,39 @@ def actions(
 def _of_all_ranks(
     name: str, ranks: int, per_rank: int, chunks: int, forward_only: bool
 ) -> tuple[tuple[Action, ...], ...]:
-    """The order with its messages. A message is sent behind what makes it, and received where the other rank then is.
-    So a rank that waits until a message has left waits for work that depends on nothing later, and no two ranks wait
-    for each other."""
+    """The order with its messages, each where it is made if all stages take equally long.
+
+    All messages of a pipeline have one order then, which every rank keeps: no two ranks wait for each other, and in
+    the one stream through which NCCL sends what a rank sends and receives, none waits behind another that comes long
+    after it."""
     order, places = SCHEDULES[name](ranks, per_rank, chunks), policy.rank_of_stage(name, ranks, per_rank)
-    kinds = {FORWARD} if forward_only else {FORWARD, BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD}
+    kinds = {FORWARD} if forward_only else UNITS.keys()
     computed = [
         [Action(a.computation_type.name, a.stage_index, a.microbatch_index) for a in order[rank] if a is not None]
         for rank in range(ranks)
     ]
-    left = [iter([action for action in of_rank if action.kind in kinds]) for of_rank in computed]
-    ahead, found = [next(of_rank, None) for of_rank in left], [[] for _ in range(ranks)]
-    there = {(FORWARD, 0, chunk) for chunk in range(chunks)}  # what can be worked on
-    there |= {(BACKWARD, len(places) - 1, chunk) for chunk in range(chunks)}
-    while any(ahead):
-        waiting = list(ahead)
-        for rank, action in enumerate(waiting):
-            if action is None:
-                continue
-            kind, stage, chunk = action
-            direction = FORWARD if kind == FORWARD else BACKWARD
-            if kind != WEIGHT_BACKWARD and (direction, stage, chunk) not in there:
-                continue
-            found[rank].append(action)
-            ahead[rank] = next(left[rank], None)
-            to = stage + (1 if direction == FORWARD else -1)
-            if kind == WEIGHT_BACKWARD or not 0 <= to < len(places):
-                continue
-            there.add((direction, to, chunk))
-            if places[to] != rank:
-                found[rank].append(Action(SEND_FORWARD if direction == FORWARD else SEND_BACKWARD, stage, chunk))
-                receive = RECEIVE_FORWARD if direction == FORWARD else RECEIVE_BACKWARD
-                found[places[to]].append(Action(receive, to, chunk))
-        assert ahead != waiting, "every rank waits for another one"
-    return tuple(map(tuple, found))
+    left = [[action for action in of_rank if action.kind in kinds][::-1] for of_rank in computed]
+    now, found = [0] * ranks, [[] for _ in range(ranks)]  # (when, is it work, its place among messages, action)
+    ready = {(FORWARD, 0, chunk): 0 for chunk in range(chunks)}  # what can be worked on, and since when
+    ready |= {(BACKWARD, len(places) - 1, chunk): 0 for chunk in range(chunks)}
+    while any(left):
+        before = list(map(len, left))
+        for rank, of_rank in enumerate(left):
+            while of_rank:
+                kind, stage, chunk = of_rank[-1]
+                direction = FORWARD if kind == FORWARD else BACKWARD
+                if kind != WEIGHT_BACKWARD and (direction, stage, chunk) not in ready:
+                    break
+                start = now[rank] if kind == WEIGHT_BACKWARD else max(now[rank], ready[direction, stage, chunk])
+                found[rank].append((start, True, (), of_rank.pop()))
+                end = now[rank] = start + UNITS[kind]
+                to = stage + (1 if direction == FORWARD else -1)
+                if kind == WEIGHT_BACKWARD or not 0 <= to < len(places):
+                    continue
+                ready[direction, to, chunk] = end
+                if places[to] != rank:
+                    send, receive = MESSAGES[direction]
+                    found[rank].append((end, False, (direction, to, chunk), Action(send, stage, chunk)))
+                    found[places[to]].append((end, False, (direction, to, chunk), Action(receive, to, chunk)))
+        assert before != list(map(len, left)), "every rank waits for another one"
+    return tuple(tuple(action for *_, action in sorted(of_rank)) for of_rank in found)

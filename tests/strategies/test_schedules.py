@@ -1,6 +1,7 @@
 """The orders in which ranks of a pipeline work, without a process group."""
 
 import itertools
+import math
 
 import pytest
 
@@ -83,13 +84,10 @@ def test_what_a_rank_holds_is_foretold_stage_by_stage(name, ranks, per_rank):
         assert policy.live_chunks(name, ranks, per_rank, chunks, rank) == expected
 
 
-COSTS = {schedules.FORWARD: 1, schedules.BACKWARD: 2, schedules.INPUT_BACKWARD: 1, schedules.WEIGHT_BACKWARD: 1}
-
-
 def length(name, ranks, per_rank, chunks, forward_only):
     """When the last rank has done its last action, in forwards of a stage."""
     left = [list(schedules.actions(name, ranks, per_rank, chunks, r, forward_only))[::-1] for r in range(ranks)]
-    left = [[action for action in of_rank if action.kind in COSTS] for of_rank in left]
+    left = [[action for action in of_rank if action.kind in schedules.UNITS] for of_rank in left]
     free, ended, last = [0] * ranks, {}, ranks * per_rank - 1
     while any(left):
         for rank, of_rank in enumerate(left):
@@ -101,7 +99,7 @@ def length(name, ranks, per_rank, chunks, forward_only):
                     if before not in ended:
                         break
                     start = max(start, ended[before])
-                free[rank] = start + COSTS[kind]
+                free[rank] = start + schedules.UNITS[kind]
                 if kind != schedules.WEIGHT_BACKWARD:  # nobody waits for it
                     ended[is_forward, stage, chunk] = free[rank]
                 of_rank.pop()
@@ -118,6 +116,58 @@ def test_what_ranks_wait_is_what_an_order_makes_them_wait(name, ranks, per_rank)
         assert policy.idle_share(name, ranks, per_rank, chunks) == pytest.approx(expected)
         alone = policy.idle_share(name, ranks, per_rank, chunks, has_first_pass=False)
         assert alone == pytest.approx(1 - 3 * work / training)
+
+
+def length_in_one_stream(name, ranks, per_rank, chunks, forward_only):
+    """The same on NCCL: all messages of a rank go through one stream in order, begin when both ranks have come to
+    them, and take no time. Work waits for what it reads, and for messages that left long ago."""
+    places = policy.rank_of_stage(name, ranks, per_rank)
+    work, stream = [0] * ranks, [0] * ranks  # when each is free
+    posted, done, sent = {}, {}, [{False: [], True: []} for _ in range(ranks)]
+    left = [list(schedules.actions(name, ranks, per_rank, chunks, r, forward_only))[::-1] for r in range(ranks)]
+    queues = [[] for _ in range(ranks)]  # messages in each stream, in order
+    while any(left):
+        before = sum(map(len, (*left, *queues)))
+        for rank, of_rank in enumerate(left):
+            while of_rank:
+                kind, stage, chunk = of_rank[-1]
+                is_back = "BACKWARD" in kind or kind.endswith("_B")
+                if kind in schedules.UNITS:
+                    needed = [(is_back, stage, chunk)] if kind != schedules.WEIGHT_BACKWARD else []
+                    source = stage + (1 if is_back else -1)
+                    is_own = not 0 <= source < len(places) or places[source] == rank
+                    needed = [] if is_own else needed
+                    for messages in sent[rank].values():
+                        needed += messages[: max(0, len(messages) - policy.MESSAGES_ON_THE_WAY)]
+                    if any(message not in done for message in needed):
+                        break
+                    work[rank] = max(work[rank], *(done[one] for one in needed), 0) + schedules.UNITS[kind]
+                else:
+                    is_send = kind.startswith("SEND")
+                    message = is_back, stage + ((-1 if is_back else 1) if is_send else 0), chunk
+                    posted.setdefault(message, {})[rank] = work[rank]
+                    queues[rank].append(message)
+                    if is_send:
+                        sent[rank][is_back].append(message)
+                of_rank.pop()
+        for message in [queue[0] for queue in queues if queue]:
+            both = [rank for rank in range(ranks) if queues[rank] and queues[rank][0] == message]
+            if len(both) == 2:
+                done[message] = max(*posted[message].values(), *(stream[rank] for rank in both))
+                for rank in both:
+                    stream[rank] = done[message]
+                    queues[rank].pop(0)
+        if before == sum(map(len, (*left, *queues))):
+            return math.inf  # they wait for each other
+    return max(work)
+
+
+@pytest.mark.parametrize(("name", "ranks", "per_rank"), SHAPES)
+def test_messages_in_one_stream_do_not_wait_for_each_other(name, ranks, per_rank):
+    for needed, forward_only in itertools.product((1, 5, 16), (False, True)):
+        chunks = policy.dealt_chunks(name, ranks, needed)
+        least = length(name, ranks, per_rank, chunks, forward_only)
+        assert length_in_one_stream(name, ranks, per_rank, chunks, forward_only) == least
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 4), (4, 12), (8, 64)])
