@@ -1,8 +1,8 @@
 """FSDP2 inside the stages of a pipeline: a rank's layers are units, sharded over the copies of the pipeline.
 
 FULL_SHARD: a layer's weights are whole only while a chunk runs through it, and gradients are reduced after every
-backward, by FSDP2's own hooks. These know backwards that are one piece: a schedule that computes the gradients of
-weights later would leave them out, without an error.
+backward, by FSDP2's own hooks. While a layer runs, the weights of the next one are gathered. The hooks know backwards
+that are one piece: a schedule that computes the gradients of weights later would leave them out, without an error.
 
 SHARD_GRAD_OP: weights are gathered at the first forward of an update and stay; gradients add up whole and are reduced
 once, when the update's last backward is done. Between updates everything is sharded. It goes with every schedule, as
@@ -12,7 +12,8 @@ no hook has anything to do in between.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -50,9 +51,9 @@ def check(args: Any, shape: Shape, schedule: str) -> None:
     splitting.check_optimizer(args, f"{given} in a pipeline")
 
 
-def of(sharding: str | None, modules: Iterable[nn.Module], mesh: Mesh) -> ShardedStages | None:
+def of(sharding: str | None, stages: Iterable[Sequence[nn.Module]], mesh: Mesh) -> ShardedStages | None:
     """As the field `sharding` says; None: copies are whole."""
-    return ShardedStages(modules, mesh.devices[COPIES], FREES[sharding]) if sharding in FREES else None
+    return ShardedStages(stages, mesh.devices[COPIES], FREES[sharding]) if sharding in FREES else None
 
 
 def _shardable(module: nn.Module) -> list[nn.Module]:
@@ -76,23 +77,39 @@ def _units(modules: Sequence[nn.Module]) -> list[list[nn.Module]]:
     return [found for found, _ in units]
 
 
+def _pairs_of_layers(stages: Iterable[Sequence[nn.Module]]) -> Iterator[tuple[Any, Any]]:
+    """Layers that run one after the other in a stage. FSDP2 sees no order by itself, as what calls the layers is no
+    unit: a layer's weights would be gathered when the layer before has ended."""
+    for stage in stages:
+        yield from (pair for pair in pairwise(stage) if type(pair[0]) is type(pair[1]))
+
+
 class ShardedStages:
     """
     Args:
-        modules: this rank's layers and what stands beside them: the units.
+        stages: of each of this rank's stages the layers and what stands beside them, in the order in which they run:
+            the units.
         mesh: of the copies, one dimension.
         frees: a layer's weights behind every chunk (FULL_SHARD).
     """
 
-    def __init__(self, modules: Iterable[nn.Module], mesh: Any, frees: bool):
+    def __init__(self, stages: Iterable[Sequence[nn.Module]], mesh: Any, frees: bool):
         self.frees = frees
-        modules = [one for module in modules for one in _shardable(module) if any(True for _ in one.parameters())]
+        stages = [
+            [one for module in stage for one in _shardable(module) if any(True for _ in one.parameters())]
+            for stage in stages
+        ]
+        modules, following = [module for stage in stages for module in stage], list(_pairs_of_layers(stages))
         for unit in _units(modules):
             fully_shard(unit, mesh=mesh, reshard_after_forward=frees)
         # A root, which never runs, so that units share streams and buffers: the model itself runs only on the last
         # stage. FSDP2 would take the first unit that runs for a root of its own.
         self.root: Any = fully_shard(nn.Sequential(*modules), mesh=mesh)
         self.root._get_fsdp_state()._lazy_init()
+        for layer, after in following:
+            layer.set_modules_to_forward_prefetch([after])
+            if any(p.requires_grad for p in layer.parameters()):  # else no backward may come to it
+                after.set_modules_to_backward_prefetch([layer])
         self._reduces(frees)
 
     def _reduces(self, is_last: bool) -> None:

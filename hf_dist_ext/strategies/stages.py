@@ -223,9 +223,9 @@ class StagedModel:
     def _all(self) -> list[tuple[int, StageModule]]:
         return [(stage, part) for stage, parts in enumerate(self.parts) for part in parts]
 
-    def modules(self) -> list[nn.Module]:
-        """This rank's, stage by stage: layers, and what stands before and after them."""
-        return [part.module for stage in self.own for part in self.parts[stage]]
+    def modules(self) -> list[list[nn.Module]]:
+        """This rank's, of every stage: layers, and what stands before and after them."""
+        return [[part.module for part in self.parts[stage]] for stage in self.own]
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """Those of one of this rank's stages that train."""

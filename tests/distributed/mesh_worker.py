@@ -74,7 +74,8 @@ def held(base: Path, folder: Path, **fields) -> list[dict[str, int]]:
     trainer.train()
     for name in FSDP_COLLECTIVES:
         setattr(_fsdp_param_group, name, before[name])
-    units = [module for module in trainer.strategy.cut.modules() if any(True for _ in module.parameters())]
+    modules = [module for stage in trainer.strategy.cut.modules() for module in stage]
+    units = [module for module in modules if any(True for _ in module.parameters())]
     of_optimizer = [v for values in bare_optimizer(trainer.optimizer).state.values() for v in values.values()]
     return everyone(
         {
