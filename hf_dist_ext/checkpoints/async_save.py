@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
 from hf_dist_ext import launched
@@ -55,18 +56,22 @@ def check(args: Any) -> None:
 
 
 class Writer:
-    """Writes what is large in a checkpoint: at once, or, with `is_later`, when `make` is called with `writes`. Then
-    the state of the moment is copied."""
+    """Writes what is large in a checkpoint: at once, or, with `copied`, when `make` is called with `writes`. Then the
+    state of the moment is copied."""
 
-    def __init__(self, is_later: bool = False):
-        self.is_later, self.writes = is_later, []
+    def __init__(self, copied: Callable[[Any], Any] | None = None):
+        self.copied, self.writes = copied, []
+
+    @property
+    def is_later(self) -> bool:
+        return self.copied is not None
 
     def write(self, state: Any, save: Callable[[Any, Any], None]) -> None:
         """`save` takes the state, or its copy, and the process group to talk over."""
-        if self.is_later:
-            self.writes.append(partial(save, copied(state)))
-        else:
+        if self.copied is None:
             save(state, None)
+        else:
+            self.writes.append(partial(save, self.copied(state)))
 
     def torch(self, content: Any, path: Path) -> None:
         self.write(content, lambda content, group: torch.save(content, path))
@@ -91,13 +96,30 @@ def make(writes: list[Write], group: Any) -> None:
         raise error
 
 
-def copied(state: Any) -> Any:
-    """A copy on the CPU; tensors that share memory share it in the copy, and DTensors stay shards."""
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    try:
-        return stager.stage(state)
-    finally:
-        stager.close()
+class Stager:
+    """Copies states to the CPU; tensors that share memory share it in the copy, and DTensors stay shards.
+
+    What comes from an accelerator goes into pinned memory, which the next copy of the same tensors uses again: to
+    fresh memory that is not pinned a GPU copies several times more slowly. So a copy is valid until the next one."""
+
+    def __init__(self) -> None:
+        self._pinned: DefaultStager | None = None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of pinned memory that the next copy uses again."""
+        kept = {} if self._pinned is None else self._pinned._state_dict_stager._cached_storage_mapping
+        return sum(storage.nbytes() for storage in kept.values())
+
+    def copied(self, state: Any) -> Any:
+        if any(isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in tree_leaves(state)):
+            self._pinned = self._pinned or DefaultStager(StagingOptions(True, False, False, True))
+            return self._pinned.stage(state)
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        try:
+            return stager.stage(state)
+        finally:
+            stager.close()
 
 
 # ---- files while training goes on ----
@@ -132,7 +154,7 @@ class Background:
     the others in them."""
 
     def __init__(self, timeout_seconds: float):
-        self.timeout, self.saving = timedelta(seconds=timeout_seconds), None
+        self.timeout, self.saving, self.stager = timedelta(seconds=timeout_seconds), None, Stager()
         self._group, self._has_said_sync = None, False
 
     def fits(self, needed: int, is_sharded: bool) -> bool:
@@ -140,7 +162,7 @@ class Background:
         where one has not. Every rank calls it."""
         if is_sharded:  # every machine copies its part
             needed = needed * collectives.processes_here() // collectives.world_size()
-        available = min(consensus.together(host_memory.available_bytes))
+        available = min(consensus.together(lambda: host_memory.available_bytes() + self.stager.kept_bytes))
         if available < needed and not self._has_said_sync:
             self._has_said_sync = True
             if collectives.rank() == 0:

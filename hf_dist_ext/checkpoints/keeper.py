@@ -163,7 +163,7 @@ class Keeper:
             entered.enter_context(commit.full_disk_in_words(output_dir, folder))
             generation = consensus.together(lambda: commit.begin(args, output_dir, folder))[0]
             entered.enter_context(consensus.ends_together(f"writing {folder.name}", args.ddp_timeout))
-            self.writer = writer = async_save.Writer(is_async)
+            self.writer = writer = async_save.Writer(self.background.stager.copied if is_async else None)
             entered.callback(setattr, self, "writer", async_save.Writer())
             write(folder)  # (2)
         run = {name: self._run.get(name) for name in ("run_id", "parent", "began_from_weights")}

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.cuda._pin_memory_utils as pin_memory_utils
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -210,7 +211,7 @@ def test_a_writer_writes_what_its_content_was_when_it_was_given_it(tmp_path):
     for is_later in (False, True):
         folder, shared = tmp_path / str(is_later), torch.ones(2)
         folder.mkdir()
-        writer = async_save.Writer(is_later)
+        writer = async_save.Writer(async_save.Stager().copied if is_later else None)
         writer.torch({"a": shared, "b": [shared, 3]}, folder / "content.pt")
         writer.tensors({"a": shared}, folder / "model.safetensors")
         writer.shards({"model": {"a": shared}}, folder / "shards")
@@ -227,6 +228,36 @@ def test_a_writer_writes_what_its_content_was_when_it_was_given_it(tmp_path):
         ):
             assert found.sum() == 2
         assert content["b"][1] == 3 and content["a"].data_ptr() == content["b"][0].data_ptr(), "they shared memory"
+
+
+def test_what_a_gpu_holds_is_copied_into_pinned_memory_that_is_used_again(monkeypatch):
+    pinned, waited = [], []
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *given: waited.append(len(pinned)))
+    monkeypatch.setattr(pin_memory_utils, "pin_memory", lambda start, size: pinned.append(size))
+    monkeypatch.setattr(pin_memory_utils, "unpin_memory", lambda start: None)
+    weights, moment = (torch.zeros(64).as_subclass(OnDevice) for _ in range(2))
+    stager, places = async_save.Stager(), []
+    for step in (1.0, 2.0):
+        weights.fill_(step), moment.fill_(-step)
+        copies = stager.copied({"weights": weights, "step": step}), stager.copied({"moment": [moment]})
+        weights.zero_(), moment.zero_()
+        assert copies[0]["weights"].eq(step).all() and copies[1]["moment"][0].eq(-step).all()
+        places.append([copies[0]["weights"].data_ptr(), copies[1]["moment"][0].data_ptr()])
+    assert places[0] == places[1] and pinned == [256, 256] and waited == [1, 2, 2, 2]
+    assert stager.kept_bytes == 512
+    stager.copied({"weights": torch.zeros(4)})
+    assert pinned == [256, 256], "what lies on the CPU needs no pinned memory"
+    with monkeypatch.context() as patched:
+        patched.setattr(host_memory, "available_bytes", lambda: 100)
+        background = async_save.Background(1.0)
+        background.stager = stager
+        assert background.fits(612, is_sharded=False) and not background.fits(613, is_sharded=False)
 
 
 @pytest.mark.parametrize("processes", ["single", "ddp"])
