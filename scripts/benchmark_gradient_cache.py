@@ -48,7 +48,7 @@ from torch import Tensor, nn
 
 from hf_dist_ext import policy
 from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
-from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.budget import widened
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
@@ -376,11 +376,15 @@ def text_batches(size: Size, code_root: str | None, device: str) -> tuple[object
     tokenizer = train_tokenizer(
         (text for column in COLUMNS for text in dataset[column]), model_max_length=size.text_length
     )
-    collate = ContrastiveCollator(tokenizer, COLUMNS, max_length=size.text_length, with_ids=False)
+    collate = ContrastiveCollator(tokenizer, COLUMNS, max_length=size.text_length)
 
     def batch_of(pairs: int) -> Batch:
         rows = dataset.select([i % len(dataset) for i in range(pairs)]).to_list()
-        return {name: {key: v.to(device) for key, v in part.items()} for name, part in collate(rows).items()}
+        return {
+            name: {key: v.to(device) for key, v in part.items()}
+            for name, part in collate(rows).items()
+            if name != "ids"
+        }
 
     return tokenizer, batch_of
 

@@ -7,7 +7,7 @@ import torch
 from datasets import IterableDataset
 from transformers.training_args import OptimizerNames
 
-from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import from_run
@@ -80,7 +80,6 @@ def without_loss(folder, **options):
     (lambda path: trainer(path, no_duplicates_in_batch=True, train_sampling_strategy="sequential").train(),
      "an order of its own"),
     (lambda path: trainer(path, preemptible=True, save_only_model=True), "none that could be"),
-    (lambda path: ContrastiveCollator(None, ["query", "positive"], id_column="group", with_ids=False), "gives none"),
     (stream, "a stream can not be reordered"),
     (own_optimizer, "learning_rates makes groups of the optimizer that Trainer builds"),
 ])  # fmt: skip

@@ -20,7 +20,7 @@ from sentence_transformers import SentenceTransformer
 from hf_dist_ext import cli, train
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.folder import missing_from_checkpoint
-from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.models import from_run
 from hf_dist_ext.run import lease
 from tests.distributed.forked import Run, run_python

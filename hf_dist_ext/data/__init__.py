@@ -20,12 +20,12 @@ from hf_dist_ext.lazy import handed_on
 
 if TYPE_CHECKING:  # what an editor completes and a type checker reads
     from hf_dist_ext.data.code_search import train_tokenizer as train_tokenizer
-    from hf_dist_ext.data.collator import ContrastiveCollator as ContrastiveCollator
     from hf_dist_ext.data.evaluations import read_evaluations as read_evaluations
+    from hf_dist_ext.data.sentence_collator import ContrastiveCollator as ContrastiveCollator
     from hf_dist_ext.data.vision_language_collator import VisionLanguageCollator as VisionLanguageCollator
 
 _HOMES = {
-    "ContrastiveCollator": "collator",
+    "ContrastiveCollator": "sentence_collator",
     "VisionLanguageCollator": "vision_language_collator",
     "read_evaluations": "evaluations",
     "train_tokenizer": "code_search",

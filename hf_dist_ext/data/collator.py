@@ -1,204 +1,26 @@
-"""A collator makes rows into a batch: features per column, and ids that tell equal content from different content.
+"""What all collators share: the names that a batch holds beside its columns, ids that tell equal content from
+different content, labels, and what is refused in rows.
 
-    collator = ContrastiveCollator(tokenizer, ["query", "positive"], max_length={"query": 64, "positive": 256})
-    collator([{"query": "add", "positive": "def add(a, b): ..."}, ...])
-    # {"query": {"input_ids", "attention_mask"}, "positive": {...}, "ids": {"query": ..., "positive": ...}}
-
-It runs in the loader's workers: it can be pickled, and needs neither the dataset nor a process group.
-Letters: B rows of one rank, K_i negatives of row i, T tokens.
+Letters: B rows of one rank, K numbers of a label.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from hf_dist_ext.data.tokens import (
-    KEPT,
-    MASK,
-    TokenizedText,
-    Tokens,
-    silence_threads,
-    threads_of_tokenizer,
-    tokens_depend_on,
-    without_rows,
-)
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.sources import NUM_PAIR_COLUMNS
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 CUTS = "chunk_cuts"  # how the batch is cut into chunks (training/ahead.py)
 CONSTANTS = "constants"  # column -> what its features are besides tensors over rows (models/embedder.py)
 RESERVED = ("ids", "targets", CONSTANTS, CUTS)  # of a batch, and no columns
-
-
-@dataclass(eq=False)
-class ContrastiveCollator:
-    """Makes rows into {column: features, ..., "ids": {column: (rows,) int64, "group": (B,)}}, alike in every process.
-
-    The first two columns hold one text (or image) per row. A further column holds the row's negatives, one or a list;
-    they are flattened row by row, and rows may have different numbers of them. A negative column that none of the rows
-    has is left out. `prompts` go before the text and are not part of its id. `max_length` is in tokens; None is the
-    tokenizer's own limit. `processor` turns PIL images into features. `id_column` becomes `ids["group"]`.
-    `label_column` holds a number per row, a list of them, or a list of such lists, as long in every row; the batch
-    then has "targets": {"label": (B,), (B, K) or (B, K, D)}, float32. `same_number_of_negatives` refuses rows that
-    have fewer negatives than others, for a loss that takes the k-th negatives of all rows as a column. `label_shape`
-    is that of every row's label, () for a number; None: as the rows of a batch agree. `flat`: texts are not padded, so
-    that a batch takes the memory of its real tokens (engine/flat.py); DistTrainer asks for it.
-    """
-
-    tokenizer: PreTrainedTokenizerBase | None
-    columns: Sequence[str]
-    prompts: Mapping[str, str] | None = None
-    max_length: int | Mapping[str, int] | None = None
-    id_column: str | None = None
-    pad_to_multiple_of: int | None = None
-    with_ids: bool = True
-    processor: Any = None
-    label_column: str | None = None
-    same_number_of_negatives: bool = False
-    label_shape: tuple[int, ...] | None = None
-    flat: bool = False
-
-    def __post_init__(self):
-        columns, tokenizer, max_length = list(self.columns), self.tokenizer, self.max_length
-        self.columns, self.prompts = columns, dict(self.prompts or {})
-        check_columns(columns, self.prompts, max_length, self.label_column)
-        if self.id_column is not None and not self.with_ids:
-            raise UsageError(
-                f"id_column={self.id_column!r} is one of the ids, and with_ids=False gives none. Keep one."
-            )
-        multiple = self.pad_to_multiple_of
-        for limit in (max_length.values() if isinstance(max_length, Mapping) else [max_length]) if multiple else ():
-            if limit and limit % multiple:
-                raise UsageError(f"max_length={limit} is no multiple of pad_to_multiple_of={multiple}.")
-        if tokenizer is not None:
-            ensure_padding(tokenizer)
-        silence_threads()
-
-    def __call__(self, rows: list[dict]) -> dict[str, dict[str, torch.Tensor]]:
-        batch, ids = {}, {}
-        for index, column in enumerate(self.columns):
-            is_pair = index < NUM_PAIR_COLUMNS
-            lacking = [row for row in rows if column not in row]
-            if lacking and is_pair:
-                raise UsageError(f'The rows have no column "{column}", only {", ".join(lacking[0])}. Check columns.')
-            if len(lacking) == len(rows):
-                continue
-            values = [row.get(column) for row in rows]  # B
-            if is_pair and any(isinstance(value, str) and is_empty(value) for value in values):
-                raise UsageError(f'Column "{column}" holds an empty text: every row needs a {column}. Remove the row.')
-            if not is_pair:
-                # K_0 + ... + K_(B-1) values; an empty one is no negative
-                of_rows = [[value for value in as_list(of_row) if not is_empty(value)] for of_row in values]
-                if self.same_number_of_negatives:
-                    check_same_number(column, [len(of_row) for of_row in of_rows])
-                values = [value for of_row in of_rows for value in of_row]
-            batch[column] = self.features(column, values)  # tensors of (rows, T) or (rows, ...)
-            ids[column] = content_ids(values)
-        if self.id_column is not None:
-            ids["group"] = groups_of(self.id_column, rows)
-        if self.with_ids:
-            batch["ids"] = ids
-        if self.label_column is not None:
-            labels = [row.get(self.label_column) for row in rows]
-            batch["targets"] = {"label": labels_of(self.label_column, labels, self.label_shape)}
-        return batch
-
-    def features(self, column: str, values: list) -> dict[str, torch.Tensor]:
-        if not values:  # no row of this batch has a negative; rows of other processes may
-            return without_rows(self.text_features(column, [""]))
-        if all(isinstance(value, str) for value in values):
-            return self.text_features(column, values)
-        for value in values:
-            if value is None or isinstance(value, (str, int, float, list, dict)):
-                raise UsageError(
-                    f'Column "{column}" holds {value!r}, which is not text. Remove the row or map a column.'
-                )
-        if self.processor is None:
-            raise UsageError(f'Column "{column}" holds images, but the model has no image processor.')
-        image_processor = getattr(self.processor, "image_processor", self.processor)
-        images = image_processor(images=values, return_tensors="pt")
-        return {name: value for name, value in images.items() if isinstance(value, torch.Tensor)}
-
-    def text_features(self, column: str, texts: list[str]) -> dict[str, torch.Tensor]:
-        """(rows, T) per key of the tokenizer; with `flat` (tokens of all rows,)."""
-        tokenizer, multiple = self.tokenizer_of(column), self.pad_to_multiple_of
-        if not self.gives_tokens(column):
-            options = {"padding": True, "pad_to_multiple_of": multiple, "return_tensors": "pt"}
-            return dict(self._tokenized(column, texts, **options))
-        fill = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}
-        tokens = self.tokens(column, texts)
-        return (tokens.flat if self.flat else tokens.padded)(fill, tokenizer.padding_side, multiple)
-
-    # ---- tokens ----
-
-    def tokenizer_of(self, column: str) -> Any:
-        """None where there are only images."""
-        return self.tokenizer
-
-    def gives_tokens(self, column: str) -> bool:
-        """Whether texts become ids and a mask, and nothing else that only their tokenizer could pad."""
-        names = set(getattr(self.tokenizer_of(column), "model_input_names", ()))
-        return {"input_ids", MASK} <= names <= {*KEPT, MASK}
-
-    def token_keys(self, column: str) -> list[str]:
-        return [key for key in self.tokenizer_of(column).model_input_names if key != MASK]
-
-    def tokens_depend_on(self, column: str) -> list | None:
-        """All that a text's tokens depend on; None where that is not known, or they may be others each time."""
-        own = tokens_depend_on(self.tokenizer_of(column))
-        return None if own is None else [(self.prompts or {}).get(column, ""), self.limit_of(column), own]
-
-    def as_flat(self) -> Any:
-        """One that makes the same batches without padding their texts. One of the user's own, which may look into the
-        batches that it inherits, stays."""
-        if type(self).__module__ not in (__name__, "hf_dist_ext.data.routed_collator"):
-            return self
-        own = copy.copy(self)
-        own.flat = True
-        return own
-
-    def limit_of(self, column: str) -> int | None:
-        """The longest text in tokens, None without a limit."""
-        limit = self.max_length.get(column) if isinstance(self.max_length, Mapping) else self.max_length
-        limit = limit or self.tokenizer_of(column).model_max_length
-        return limit if limit < 10**9 else None  # transformers writes "no limit" as 1e30
-
-    def tokens(self, column: str, texts: list[str]) -> Tokens:
-        """Those that the texts carry, or of the tokenizer."""
-        tokenized = [text for text in texts if isinstance(text, TokenizedText)]
-        if len(tokenized) == len(texts):
-            return Tokens.of_texts(tokenized)
-        return Tokens.of_rows(self._tokenized(column, texts, padding=False))
-
-    def _tokenized(self, column: str, texts: list[str], **options: Any) -> Mapping[str, Any]:
-        prompt, limit = (self.prompts or {}).get(column, ""), self.limit_of(column)
-        with threads_of_tokenizer():
-            return self.tokenizer_of(column)(
-                [prompt + text for text in texts], truncation=limit is not None, max_length=limit, **options
-            )
-
-
-def ensure_padding(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give it a padding token where it has none."""
-    if tokenizer.pad_token is not None:
-        return
-    if tokenizer.eos_token is None:
-        raise UsageError("The tokenizer has no padding token, so texts can not be batched. Set its pad_token.")
-    # The attention mask hides padding, so any token serves; saved with the tokenizer, it serves others too.
-    logger.info("The tokenizer has no padding token; it pads with its end token %s.", tokenizer.eos_token)
-    tokenizer.pad_token = tokenizer.eos_token
 
 
 def check_columns(

@@ -1,7 +1,7 @@
 """Several training sets of one run, its sources: every batch is of one of them, so that its negatives are too.
 
     mixture = Mixture({"nli": nli, "code": code}, shares([None, None], [len(nli), len(code)], temperature=2.0))
-    collator = MixtureCollator({"nli": ContrastiveCollator(...), "code": ContrastiveCollator(...)})
+    collator = of_all.with_sources({"nli": ContrastiveCollator(...), "code": ContrastiveCollator(...)})
 
 A row carries the name of its source under `SOURCE`, so that the collator of its source makes the batch and the log
 tells the sources apart. order.py draws the source of each batch, and stream_order.py does it for streams.
@@ -10,10 +10,8 @@ tells the sources apart. order.py draws the source of each batch, and stream_ord
 from __future__ import annotations
 
 import bisect
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,46 +109,6 @@ class MixedStream(IterableDataset):
             "the rows of a MixedStream have no one order: DistTrainer draws the source of each batch. Leave "
             "dispatch_batches and split_batches out of accelerator_config."
         )
-
-
-@dataclass(eq=False)
-class MixtureCollator:
-    """Hands a batch to the collator of its source, and writes the source's name into the batch's ids.
-
-    The collators are as ContrastiveCollator and give ids. `plain` is one for texts of no source, of an evaluation: it
-    has the columns of all. None: the first source's.
-    """
-
-    collators: Mapping[str, Callable]
-    plain: Any = None
-
-    def __post_init__(self):
-        self.plain = plain = self.plain or next(iter(self.collators.values()))
-        self.columns, self.prompts, self.max_length = plain.columns, plain.prompts, plain.max_length
-        self.tokenizer = plain.tokenizer
-
-    def features(self, column: str, values: list) -> dict[str, Any]:
-        """Of texts of no source."""
-        plain = copy.copy(self.plain)
-        plain.prompts = self.prompts
-        return plain.features(column, values)
-
-    def of_source(self, name: str) -> Any:
-        return self.collators[name]
-
-    def as_flat(self) -> Any:
-        """One whose texts are not padded. A subclass, which may look into its batches, stays."""
-        if type(self) is not MixtureCollator:
-            return self
-        own = copy.copy(self)
-        own.collators = {name: getattr(one, "as_flat", lambda one=one: one)() for name, one in own.collators.items()}
-        return own
-
-    def __call__(self, rows: list[dict]) -> dict[str, Any]:
-        name = one_source(rows)
-        batch = self.collators[name]([{key: value for key, value in row.items() if key != SOURCE} for row in rows])
-        batch["ids"][SOURCE] = name
-        return batch
 
 
 def one_source(rows: Sequence[Mapping[str, Any]]) -> str | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,8 @@ from hf_dist_ext.data.tokens import (
 )
 from hf_dist_ext.errors import UsageError
 
+logger = logging.getLogger(__name__)
+
 # The first of these that rows have is no column, but what the loss compares with.
 LABELS = ("label", "labels", "score", "scores")
 # What a processor calls the tokens that it writes for a tile (or for an image, where it cuts none into tiles).
@@ -74,7 +77,7 @@ class SentenceCollator:
         processor: the model's, which knows how pictures are cut into tiles; None: it has none.
         source: the dataset whose prompts and routes hold; None: that which the rows name, if any.
         seed: of drawn prompts.
-        columns_of_source: dataset -> columns, where there are several.
+        sources: dataset -> what reads its rows, where there are several that differ in more than prompts and routes.
         flat: tokens are not padded (engine/flat.py); DistTrainer asks for it.
         is_of_run: rows are those of a run file: `columns` alone are embedded, a text of the first two is never empty,
             and labels are `label_column`. The next four fields are read then alone.
@@ -104,7 +107,7 @@ class SentenceCollator:
     processor: Any = None
     source: str | None = None
     seed: int = 0
-    columns_of_source: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    sources: Mapping[str, SentenceCollator] = field(default_factory=dict)
     flat: bool = False
     is_of_run: bool = False
     id_column: str | None = None
@@ -123,39 +126,51 @@ class SentenceCollator:
     def _forget(self) -> None:
         self._known: dict[str, dict[str, Any]] = {}  # column -> its constants, for texts that carry their tokens
         self._are_wide: dict[str, bool] = {}  # column -> see `_is_wide`
+        self._of_sources: dict[str | None, SentenceCollator] = {self.source: self}
+
+    def _copy(self, **changes: Any) -> SentenceCollator:
+        """With other fields; both draw the prompts of the same epoch."""
+        own = copy.copy(self)
+        own.__dict__.update(changes)
+        own._forget()
+        return own
+
+    def with_sources(self, sources: Mapping[str, SentenceCollator]) -> SentenceCollator:
+        """One that hands a batch to the collator of its dataset, and reads values of no dataset itself."""
+        return self._copy(sources=sources)
+
+    def of_columns(self, columns: Sequence[str]) -> SentenceCollator:
+        return self._copy(columns=columns)
 
     def of_source(self, name: str | None) -> SentenceCollator:
         """The same for rows of one dataset."""
-        if name == self.source:
-            return self
-        own = copy.copy(self)
-        own.source, own.columns = name, self.columns_of_source.get(name or "", self.columns)
-        own._forget()
-        return own
+        if name not in self._of_sources:
+            self._of_sources[name] = self.sources.get(name or "", self)._copy(source=name, sources={})
+        return self._of_sources[name]
 
     def of_model(self, model: Any) -> SentenceCollator:
         """One that reads rows as another model does, whose lengths and tokenizer may be others; one that reads them by
         what is no model's `preprocess` stays."""
         if not hasattr(getattr(self.preprocess, "__self__", None), "encode"):
             return self
-        own = copy.copy(self)
-        own.preprocess = model.preprocess
-        own.tokenizer, own.processor = getattr(model, "tokenizer", None), getattr(model, "processor", None)
-        own._forget()
-        return own
+        return self._copy(
+            preprocess=model.preprocess,
+            tokenizer=getattr(model, "tokenizer", None),
+            processor=getattr(model, "processor", None),
+            sources={name: one.of_model(model) for name, one in self.sources.items()},
+        )
 
     def as_flat(self) -> SentenceCollator:
         """One whose tokens are not padded. A subclass, which may look into its batches, stays."""
-        if type(self) is not SentenceCollator:
+        if type(self).__module__ != __name__:
             return self
-        own = copy.copy(self)
-        own.flat = True
-        return own
+        return self._copy(flat=True, sources={name: one.as_flat() for name, one in self.sources.items()})
 
     def set_epoch(self, epoch: int) -> None:
         """From here on rows draw the prompts of this epoch."""
-        if self._epoch is not None:
-            self._epoch.fill_(epoch)
+        for one in (self, *self.sources.values()):
+            if one._epoch is not None:
+                one._epoch.fill_(epoch)
 
     @property
     def draws_prompts(self) -> bool:
@@ -247,8 +262,7 @@ class SentenceCollator:
         if draws is not None and not isinstance(prompt, str | None):
             texts = zip(values, draws, strict=True)
             values, prompt = [self._drawn(prompt, name, key) + _text(name, text) for text, key in texts], None
-        lengths = self.max_length
-        length = lengths if isinstance(lengths, int | None) else lengths.get(name, lengths.get(task or ""))
+        length = self._length_of(name, task)
         more = {} if length is None else {"max_length": length}
         with threads_of_tokenizer():
             found = self.preprocess(values, prompt=prompt, task=task, **more)
@@ -273,7 +287,7 @@ class SentenceCollator:
 
     def prompt_of(self, column: str) -> Prompt | None:
         """A prompt, or a list of those that rows draw from."""
-        prompts = of_source(self.prompts, self.source, "prompts")
+        prompts = self.prompts if self.is_of_run else of_source(self.prompts, self.source, "prompts")
         return prompts.get(column) if isinstance(prompts, Mapping) else prompts
 
     def task_of(self, column: str, place: int) -> str | None:
@@ -282,6 +296,10 @@ class SentenceCollator:
             routes = routes.get(self.source or "", {})
         task = routes.get(column)
         return ("document" if place else "query") if task is None and self.has_positions else task
+
+    def _length_of(self, column: str, task: str | None) -> int | None:
+        lengths = self.max_length
+        return lengths if isinstance(lengths, int | None) else lengths.get(column, lengths.get(task or ""))
 
     def _drawn(self, prompts: Sequence[str], column: str, key: str) -> str:
         assert self._epoch is not None
@@ -326,6 +344,78 @@ class SentenceCollator:
         lengths = [self.max_length, first.max_seq_length]
         options = sorted((name, repr(value)) for name, value in first.get_config_dict().items())
         return [sentence_transformers.__version__, options, template, self.prompt_of(column), task, *lengths, own]
+
+
+class ContrastiveCollator(SentenceCollator):
+    """The same for a model that is no SentenceTransformer: texts by a tokenizer, pictures by an image processor.
+
+        collator = ContrastiveCollator(tokenizer, ["query", "positive"], max_length={"query": 64, "positive": 256})
+        collator([{"query": "add", "positive": "def add(a, b): ..."}, ...])
+        # {"query": {"input_ids", "attention_mask"}, "positive": {...}, "ids": {"query": ..., "positive": ...}}
+
+    The first two columns hold one text (or PIL image) per row. A further column holds the row's negatives, one or a
+    list; a negative column that none of the rows has is left out. `prompts` go before the text and are not part of its
+    id. `tokenizer`: None where there are only images. `max_length` is in tokens; None is the tokenizer's own limit.
+    `more`: fields of a SentenceCollator.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        columns: Sequence[str],
+        prompts: Mapping[str, str] | None = None,
+        max_length: int | Mapping[str, int] | None = None,
+        id_column: str | None = None,
+        processor: Any = None,
+        **more: Any,
+    ):
+        if tokenizer is not None:
+            ensure_padding(tokenizer)
+        more |= {"max_length": max_length, "tokenizer": tokenizer, "processor": processor, "id_column": id_column}
+        super().__init__(_Reader(tokenizer, processor), list(columns), dict(prompts or {}), is_of_run=True, **more)
+
+    def tokens_depend_on(self, column: str) -> list | None:
+        own = tokens_depend_on(self.tokenizer)
+        limit = self.preprocess.limit(self._length_of(column, None))
+        return None if own is None else [self.prompt_of(column) or "", limit, own]
+
+
+@dataclass(eq=False)
+class _Reader:
+    """A model's `preprocess`, of a tokenizer and a processor."""
+
+    tokenizer: Any
+    processor: Any
+
+    def limit(self, given: int | None) -> int | None:
+        """The longest text in tokens, None without a limit."""
+        limit = given or self.tokenizer.model_max_length
+        return limit if limit < 10**9 else None  # transformers writes "no limit" as 1e30
+
+    def __call__(
+        self, values: list, prompt: str | None = None, task: str | None = None, max_length: int | None = None
+    ) -> Mapping[str, Any]:
+        if all(isinstance(value, str) for value in values):
+            texts, limit = [(prompt or "") + text for text in values], self.limit(max_length)
+            options = {"truncation": limit is not None, "max_length": limit}
+            return self.tokenizer(texts, padding=True, return_tensors="pt", **options)
+        if odd := [value for value in values if isinstance(value, str | list | dict)]:
+            raise UsageError(f"A column of images holds {odd[0]!r}. Remove the row or map a column.")
+        if self.processor is None:
+            raise UsageError("A column holds images, but the model has no image processor.")
+        images = getattr(self.processor, "image_processor", self.processor)(images=values, return_tensors="pt")
+        return {name: value for name, value in images.items() if isinstance(value, torch.Tensor)}
+
+
+def ensure_padding(tokenizer: Any) -> None:
+    """Give it a padding token where it has none."""
+    if tokenizer.pad_token is not None:
+        return
+    if tokenizer.eos_token is None:
+        raise UsageError("The tokenizer has no padding token, so texts can not be batched. Set its pad_token.")
+    # The attention mask hides padding, so any token serves; saved with the tokenizer, it serves others too.
+    logger.info("The tokenizer has no padding token; it pads with its end token %s.", tokenizer.eos_token)
+    tokenizer.pad_token = tokenizer.eos_token
 
 
 def label_column(columns: Mapping[str, Any] | Sequence[str]) -> str | None:

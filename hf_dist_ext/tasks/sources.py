@@ -11,8 +11,9 @@ from datasets import IterableDataset
 from hf_dist_ext.data.collator import label_shape_of
 from hf_dist_ext.data.columns import column_names, columns_of
 from hf_dist_ext.data.load import load_datasets
-from hf_dist_ext.data.mixture import SOURCE, MixedStream, Mixture, MixtureCollator, Tagged, shares, tagged_stream
+from hf_dist_ext.data.mixture import SOURCE, MixedStream, Mixture, Tagged, shares, tagged_stream
 from hf_dist_ext.data.row_check import column_kind
+from hf_dist_ext.data.sentence_collator import SentenceCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.run.parts import label_column_of, takes_negatives_as_columns
@@ -63,7 +64,7 @@ class LoadedSources:
         """The names of an evaluation's figures, by source. `of_one`: those of a source."""
         return tuple(f"{name}_{metric}" for name in self.evaluation or () for metric in of_one(name))
 
-    def collator(self, make: Callable[..., Any], prompts: Mapping[str, str], lengths: Any) -> MixtureCollator:
+    def collator(self, make: Callable[..., Any], prompts: Mapping[str, str], lengths: Any) -> SentenceCollator:
         """`prompts` and `lengths` are those of the whole run, or of the model; a source's own prompts win. `make`: of
         columns, prompts, lengths, id_column, label_column, label_shape and same_number_of_negatives."""
         collators = {}
@@ -81,7 +82,7 @@ class LoadedSources:
                 label_shape_of(one.train, label),
                 takes_negatives_as_columns(one.source.config),
             )
-        return MixtureCollator(collators, make(self.columns, prompts, lengths))
+        return make(self.columns, prompts, lengths).with_sources(collators)
 
     def prompts_to_keep(self) -> dict[str, str]:
         """The sources' own prompts under names of their own, for the model's folder: "nli_query"."""

@@ -100,8 +100,8 @@ def prepare_sentence_data(
         tokenizer=getattr(model, "tokenizer", None),
         processor=getattr(model, "processor", None),
         seed=seed_of_order(args),
-        columns_of_source={name: own for name, own in columns.items() if name is not None},
     )
+    collator = collator.with_sources({name: collator.of_columns(own) for name, own in columns.items() if name})
     if collator.draws_prompts:
         _check_can_draw(model)
     if isinstance(train_dataset, Mapping):

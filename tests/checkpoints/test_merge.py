@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.merge import _copy_processor, merge
 from hf_dist_ext.cli import main
-from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.digits import build_processor
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.from_run import describe

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hf_dist_ext.data.bad_rows import GuardedCollator, GuardedRows, Tally
-from hf_dist_ext.data.collator import ContrastiveCollator
-from hf_dist_ext.data.mixture import SOURCE, MixtureCollator
+from hf_dist_ext.data.mixture import SOURCE
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -174,7 +174,7 @@ def test_a_bad_row_of_a_mixed_stream_is_replaced_by_one_of_its_source():
     collate = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"])
     first, second = [[row | {SOURCE: name} for row in pairs({9: None})] for name in ("first", "second")]
     tally = Tally(0)
-    mixed = MixtureCollator({"first": collate, "second": collate})
+    mixed = collate
     one = GuardedCollator(mixed, None, "the streams", tally, can_replace=True, is_numbered=False)
     batches = [one(rows) for rows in (first[:8], second[:8], first[8:16])]
     assert batches[2]["ids"]["positive"][1] == collate([first[7]])["ids"]["positive"][0] and tally.count() == 1

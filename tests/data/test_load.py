@@ -19,11 +19,12 @@ from PIL import Image
 
 from hf_dist_ext.data.bad_rows import in_short
 from hf_dist_ext.data.code_search import train_tokenizer
-from hf_dist_ext.data.collator import ContrastiveCollator, content_id
+from hf_dist_ext.data.collator import content_id
 from hf_dist_ext.data.columns import column_names
 from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.data.row_check import content_mask
 from hf_dist_ext.data.row_ids import numbered, shared_ids
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.data.stream_readers import Blocks, Readers
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
@@ -563,8 +564,8 @@ def test_rows_become_features_and_ids_with_negatives_flattened_row_by_row(tokeni
         tokenizer, [{"query": "a", "positive": "b", "negative": negatives} for negatives in (["x", None], [])]
     )
     assert texts_of(tokenizer, gaps["negative"]) == ["x"]
-    single = collate(tokenizer, [{"query": "a", "positive": "b", "negative": "c"}], with_ids=False)
-    assert list(single) == ["query", "positive", "negative"] and len(single["negative"]["input_ids"]) == 1
+    single = collate(tokenizer, [{"query": "a", "positive": "b", "negative": "c"}])
+    assert list(single) == ["query", "positive", "negative", "ids"] and len(single["negative"]["input_ids"]) == 1
     without = ContrastiveCollator(tokenizer, ["query", "positive", "negative"])([{"query": "a", "positive": "b"}])
     assert list(without) == ["query", "positive", "ids"]
 
@@ -581,9 +582,8 @@ def test_negatives_of_some_rows_count_wherever_these_stand_in_the_batch(tokenize
 
 def test_padding_prompts_and_lengths_are_per_column(tokenizer):
     rows = [{"query": "number 1", "positive": "document number 1 " * 20}, {"query": "number", "positive": "number"}]
-    batch = collate(tokenizer, rows, max_length={"positive": 8}, prompts={"query": "query "}, pad_to_multiple_of=4)
+    batch = collate(tokenizer, rows, max_length={"positive": 8}, prompts={"query": "query "})
     assert texts_of(tokenizer, batch["query"])[0] == "query number 1"
-    assert batch["query"]["input_ids"].shape[1] % 4 == 0
     assert batch["positive"]["attention_mask"].sum(dim=1).tolist() == [8, 3]
     plain = collate(tokenizer, rows)
     assert torch.equal(plain["ids"]["query"], batch["ids"]["query"])  # of the raw text
@@ -654,8 +654,6 @@ def test_what_is_equal_for_the_sampler_is_equal_for_the_collator(tokenizer):
 def test_bad_rows_and_options_are_refused_by_the_collator(tokenizer):
     with pytest.raises(UsageError, match="no column of this run: query, positive"):
         ContrastiveCollator(tokenizer, ["query", "positive"], prompts={"querry": "x"})
-    with pytest.raises(UsageError, match="max_length=9 is no multiple"):
-        ContrastiveCollator(tokenizer, ["query", "positive"], max_length=9, pad_to_multiple_of=4)
     with pytest.raises(UsageError, match="not text"):
         collate(tokenizer, [{"query": "a", "positive": None}])
     with pytest.raises(UsageError, match="not text"):

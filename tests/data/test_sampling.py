@@ -7,9 +7,9 @@ import datasets
 import numpy as np
 import pytest
 
-from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.row_ids import numbered
 from hf_dist_ext.data.sampling import NoDuplicatesSampler, refuse_stream, sampler_without_duplicates
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training.arguments import DistTrainingArguments
 

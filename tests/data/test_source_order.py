@@ -12,10 +12,10 @@ import pytest
 
 from hf_dist_ext.data import stream_order
 from hf_dist_ext.data.bad_rows import GuardedCollator, GuardedRows, Tally
-from hf_dist_ext.data.collator import ContrastiveCollator
-from hf_dist_ext.data.mixture import SOURCE, MixedStream, Mixture, MixtureCollator, drawn, shares
+from hf_dist_ext.data.mixture import SOURCE, MixedStream, Mixture, drawn, shares
 from hf_dist_ext.data.order import OneSourceSampler
 from hf_dist_ext.data.row_ids import numbered
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.data.stream_order import MixedDealer, Ranks, StreamState
 from hf_dist_ext.errors import UsageError
 from tests.tiny_models import tiny_tokenizer
@@ -238,7 +238,7 @@ def collator(name: str) -> ContrastiveCollator:
 
 
 def test_a_batch_of_several_sources_is_refused():
-    of_all = MixtureCollator({"a": collator("parse"), "b": collator("read")})
+    of_all = collator("parse").with_sources({"a": collator("parse"), "b": collator("read")})
     row = {"query": "a date", "positive": "text"}
     batch = of_all([row | {SOURCE: "b"}] * 2)
     assert batch["ids"][SOURCE] == "b"
@@ -252,7 +252,7 @@ def test_a_bad_row_is_replaced_by_one_of_its_source_or_named_in_it(can_replace):
     tables = {name: [{"query": f"{name} {i}", "positive": "text"} for i in range(4)] for name in "ab"}
     tables["a"][3] |= {"positive": None}
     rows = Mixture({name: datasets.Dataset.from_list(table) for name, table in tables.items()}, [0.5, 0.5])
-    of_all, seen = MixtureCollator({name: collator("parse") for name in "ab"}), []
+    of_all, seen = collator("parse"), []
 
     def collate(batch):
         seen[:] = batch

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf_dist_ext.data import kept_files, tokenized
-from hf_dist_ext.data.collator import ContrastiveCollator
-from hf_dist_ext.data.mixture import SOURCE, Mixture, MixtureCollator
+from hf_dist_ext.data.mixture import SOURCE, Mixture
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.data.tokenized import TokenizedRows, tokenized_once
 from hf_dist_ext.data.tokens import TokenizedText, threads_of_tokenizer
 from hf_dist_ext.engine.losses import InfoNCELoss
@@ -60,13 +60,12 @@ def with_types() -> object:
 def by_tokenizer(collator: ContrastiveCollator, column: str, texts: list[str]) -> dict:
     """What the tokenizer itself pads."""
     return dict(
-        collator.tokenizer_of(column)(
+        collator.tokenizer(
             [PROMPTS[column] + text for text in texts],
             padding=True,
             truncation=True,
             return_tensors="pt",
-            max_length=collator.limit_of(column),
-            pad_to_multiple_of=collator.pad_to_multiple_of,
+            max_length=collator.max_length.get(column) or collator.tokenizer.model_max_length,
         )  # fmt: skip
     )
 
@@ -81,7 +80,7 @@ def assert_same(found: dict, expected: dict) -> None:
 
 
 @pytest.mark.parametrize("collator", [
-    collator_of(), collator_of(with_types(), pad_to_multiple_of=8),
+    collator_of(), collator_of(with_types()),
 ], ids=["right", "left"])  # fmt: skip
 def test_batches_are_those_of_the_tokenizer_bit_for_bit(collator):
     data = rows().select(range(ROWS - 1, -1, -1))
@@ -170,7 +169,7 @@ def test_what_is_read_once_or_may_change_is_tokenized_as_it_is_read(folder, monk
 
 
 def test_each_source_of_a_mixture_has_the_tokens_of_its_own_collator():
-    collator = MixtureCollator({"one": collator_of(), "other": collator_of(with_types(), prompts={})})
+    collator = collator_of().with_sources({"one": collator_of(), "other": collator_of(with_types(), prompts={})})
     sources = {"one": rows(), "other": rows(20)}
     plain = Mixture(sources, [0.5, 0.5])
     kept = tokenized_once(plain, collator, TWICE, 8)

@@ -30,8 +30,8 @@ import torch
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
-from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.order import StandIn
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments

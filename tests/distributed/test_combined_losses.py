@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_dist_ext.data.collator import ContrastiveCollator
-from hf_dist_ext.data.mixture import Mixture, MixtureCollator, Tagged
+from hf_dist_ext.data.mixture import Mixture, Tagged
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.combined_losses import LossPerSource
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -61,7 +61,7 @@ def train(say, folder: Path, processes: int, resume: str | None = None, **option
         model=model, args=args,
         train_dataset=Mixture(tables, [0.3, 0.4, 0.3]), processing_class=tokenizer, loss=losses,
         eval_dataset={name: Tagged(name, one) for name, one in tables.items()},
-        data_collator=MixtureCollator(collators),
+        data_collator=ContrastiveCollator(tokenizer, ["query", "positive"]).with_sources(collators),
     )  # fmt: skip
     before = {name: weights.clone() for name, weights in losses.state_dict().items()}
     trainer.train(resume_from_checkpoint=resume)

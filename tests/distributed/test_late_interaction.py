@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from sentence_transformers import MultiVectorEncoder
 
-from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.late_interaction import LateInteractionLoss
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.collectives import leave_together, rank

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from hf_dist_ext.data import stream_readers
-from hf_dist_ext.data.collator import ContrastiveCollator, content_id
-from hf_dist_ext.data.mixture import MixedStream, Mixture, MixtureCollator, source_of
+from hf_dist_ext.data.collator import content_id
+from hf_dist_ext.data.mixture import MixedStream, Mixture, source_of
 from hf_dist_ext.data.order import StandIn
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -64,7 +65,8 @@ def train(say, folder: Path, name: str, processes: int, is_stream: bool, resume:
     )  # fmt: skip
     tokenizer = tiny_tokenizer()
     columns = {name: ["query", "positive", *(["negative"] * (name == "triplets"))] for name in SIZES}
-    collator = MixtureCollator({name: ContrastiveCollator(tokenizer, columns[name]) for name in SIZES})
+    of_all = ContrastiveCollator(tokenizer, columns["triplets"])
+    collator = of_all.with_sources({name: ContrastiveCollator(tokenizer, columns[name]) for name in SIZES})
     model = embedding_model(model_config("bert"))  # with dropout
     trainer = Noting(
         model=model, args=args, train_dataset=sources(is_stream), processing_class=tokenizer, loss=InfoNCELoss(),

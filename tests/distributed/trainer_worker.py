@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from hf_dist_ext import launched
-from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments

@@ -47,10 +47,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hf_dist_ext import launched  # noqa: E402
 from hf_dist_ext.data import order as epoch_order
-from hf_dist_ext.data.collator import ContrastiveCollator, content_id  # noqa: E402
+from hf_dist_ext.data.collator import content_id  # noqa: E402
 from hf_dist_ext.data.load import load_datasets
-from hf_dist_ext.data.mixture import MixedStream, Mixture, MixtureCollator, Tagged, tagged_stream
+from hf_dist_ext.data.mixture import MixedStream, Mixture, Tagged, tagged_stream
 from hf_dist_ext.data.order import StandIn  # noqa: E402
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator  # noqa: E402
 from hf_dist_ext.engine import chunks
 from hf_dist_ext.engine.losses import InfoNCELoss  # noqa: E402
 from hf_dist_ext.run.config import RunConfig
@@ -294,14 +295,14 @@ class Collator(ContrastiveCollator):
         super().__init__(tiny_tokenizer("right" if draw.backbone == "bert" else "left"), list(draw.kinds))
         self.kinds = draw.kinds
 
-    def features(self, column: str, values: list[str]) -> dict[str, torch.Tensor]:
+    def _preprocessed(self, column: str, place: int, values: list[str], draws: None = None) -> tuple[dict, dict]:
         if self.kinds[column] == "values":
-            return {"values": torch.stack([numbers_of(text) for text in values])}
-        features = super().text_features(column, values)
+            return {"values": torch.stack([numbers_of(text) for text in values])}, {}
+        features, constants = super()._preprocessed(column, place, values, draws)
         features.pop("token_type_ids", None)
         if self.kinds[column] == "types":
             features["token_type_ids"] = features["input_ids"] % 2 * features["attention_mask"]
-        return features
+        return features, constants
 
     def __call__(self, rows: list[dict]) -> dict:
         batch = super().__call__(rows)
@@ -442,7 +443,7 @@ def train(say, draw: Draw, folder: Path, name: str, accumulation: int, batch: in
     trainer = Recording(
         None if draw.model_init else model,
         args,
-        data_collator=collator if draw.sources == 1 else MixtureCollator(dict.fromkeys(rows.sources, collator)),
+        data_collator=collator,
         train_dataset=rows,
         eval_dataset=evaluation,
         loss=loss,

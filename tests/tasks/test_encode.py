@@ -15,7 +15,7 @@ from sentence_transformers.util.quantization import quantize_embeddings
 
 from hf_dist_ext import cli
 from hf_dist_ext.checkpoints.merge import merge
-from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.from_run import describe
 from hf_dist_ext.tasks import encode

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine import replay
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.cut_transfer import cuts_of, without_tensors

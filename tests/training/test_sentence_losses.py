@@ -19,9 +19,9 @@ from torch.nn.functional import pad
 from transformers import BertConfig, BertModel
 
 from hf_dist_ext.checkpoints.loss_state import load_loss, save_loss, settings
-from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.load import load_datasets, prepare
 from hf_dist_ext.data.row_check import RowCheck
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.combined_losses import LossPerSource, SumOfLosses
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
