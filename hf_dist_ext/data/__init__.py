@@ -9,7 +9,7 @@ resume. `mixture.py` holds several datasets, and
 `image_text_collator.py` make batches, which `padding.py` pads. `sentence_collator.py` makes batches by the
 `preprocess` of a SentenceTransformer. `tokens.py` holds texts'
 tokens before they are padded, and `tokenized.py` makes them once for a run that reads its rows again. `evaluations.py`
-reads the corpora and rows that a run is judged by, as `items.py`.
+reads the corpora and rows that a run is judged by.
 `bad_rows.py` and `storage.py` deal with rows and files that can not be read, and `encoding.py` with files that are not
 UTF-8.
 """

@@ -53,14 +53,17 @@ def groups_of(column: str, rows: Sequence[Mapping[str, Any]]) -> torch.Tensor:
     return content_ids(groups)
 
 
-def labels_of(column: str, values: list, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-    """(B,), (B, K) or (B, K, D) in float32, whatever the numbers: processes send each other their labels. `shape`:
-    that of a row's."""
+def labels_of(
+    column: str, values: list, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = torch.float32
+) -> torch.Tensor:
+    """(B,), (B, K) or (B, K, D), in float32 whatever the numbers: processes send each other their labels. `shape`:
+    that of a row's. `dtype`: None is int64 of integers, and of others float32."""
     try:
-        labels = torch.tensor(values, dtype=torch.float32)
+        labels = torch.stack(values) if isinstance(values[0], torch.Tensor) else torch.tensor(values)
+        labels = labels if dtype is None else labels.to(dtype)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f'label_column "{column}": a label must be a number, or a list of as many numbers in every row: {error}. '
+            f'Column "{column}": a label must be a number, or a list of as many numbers in every row: {error}. '
             f"The first row of the batch holds {values[0]!r}. Correct the rows, or name another column."
         ) from error
     if shape is not None and labels.shape[1:] != shape:

@@ -27,11 +27,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
+from datasets import Dataset
 
 from hf_dist_ext.data.collator import as_list
 from hf_dist_ext.data.columns import columns_of, require_column
 from hf_dist_ext.data.encoding import refuse_other_encoding
-from hf_dist_ext.data.items import Items, choose_split
 from hf_dist_ext.data.load import loading_errors, open_here, open_splits, opened, path_of, place_of
 from hf_dist_ext.data.row_check import first_of_node
 from hf_dist_ext.errors import UsageError
@@ -47,6 +47,26 @@ NEEDED = (
     "Retrieval needs a folder with BEIR's files (corpus.jsonl, queries.jsonl, qrels/*.tsv), or a dataset with the "
     'configurations "corpus", "queries" and "default" or "qrels".'
 )
+
+
+class Items:
+    """Texts or pictures by their numbers: a dataset of one column.
+
+    Attributes:
+        lengths: (n,) of the texts in characters; zeros for pictures.
+    """
+
+    def __init__(self, values: Dataset):
+        (self._column,) = values.column_names
+        self._values, self.lengths = values, np.zeros(len(values), dtype=np.int64)
+        if not isinstance(values.features[self._column], datasets.Image):
+            self.lengths = pc.utf8_length(values.data.column(self._column)).to_numpy()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def take(self, numbers: Sequence[int]) -> list:
+        return self._values[list(numbers)][self._column]
 
 
 @dataclass(eq=False)
@@ -120,7 +140,7 @@ def read_retrieval(options: Retrieval) -> RetrievalData:
         raise UsageError("no line of qrels has a score above 0, so no document is right. Check the split.")
     used, place = np.unique(query[is_right], return_inverse=True)
     sorting = np.lexsort((document[is_right], place))
-    queries, used_ids = _rows(tables["queries"], used), ids["queries"].take(pa.array(used))
+    queries, used_ids = tables["queries"].select(used), ids["queries"].take(pa.array(used))
     _refuse_empty_queries(queries, used_ids)
     same = pc.index_in(used_ids, ids["corpus"])
     same = same.fill_null(-1).to_numpy() if options.ignore_identical_ids else np.full(len(used), -1)
@@ -143,7 +163,16 @@ def _file(folder: Path, name: str) -> Path:
     return packed if packed.is_file() else folder / name
 
 
-def _read_beir(folder: Path, split: str | None) -> tuple[dict[str, pa.Table], dict[str, Any]]:
+def _choose_split(splits: Mapping[str, Any], asked: str | None, what: str) -> str:
+    """The name of the one that is asked for; None: the only one, else "test". Raises UsageError."""
+    if asked is None:
+        asked = next(iter(splits)) if len(splits) == 1 else "test"
+    if asked not in splits:
+        raise UsageError(f'{what}: there is no split "{asked}", but {", ".join(splits)}. Choose one with split.')
+    return asked
+
+
+def _read_beir(folder: Path, split: str | None) -> tuple[dict[str, Dataset], dict[str, Any]]:
     tables = {}
     for kind, name in FILES.items():
         if not (path := _file(folder, name)).is_file():
@@ -153,8 +182,9 @@ def _read_beir(folder: Path, split: str | None) -> tuple[dict[str, pa.Table], di
             options = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
             read = pa.json.ReadOptions(block_size=2**24)
             with pa.input_stream(path) as stream:
-                tables[kind] = pa.json.read_json(stream, read, options)
-            tables[kind].validate(full=True)  # Arrow reads the JSON of any bytes
+                table = pa.json.read_json(stream, read, options)
+            table.validate(full=True)  # Arrow reads the JSON of any bytes
+            tables[kind] = Dataset(table)
         except pa.ArrowException as error:
             refuse_other_encoding(str(path), path)
             raise UsageError(
@@ -163,7 +193,7 @@ def _read_beir(folder: Path, split: str | None) -> tuple[dict[str, pa.Table], di
     files = {path.name.partition(".")[0]: path for path in sorted((folder / "qrels").glob("*.tsv*"))}
     if not files:
         raise UsageError(f"{folder} has no qrels/*.tsv. BEIR's layout is corpus.jsonl, queries.jsonl, qrels/*.tsv.")
-    qrels = files[choose_split(files, split, "qrels")]
+    qrels = files[_choose_split(files, split, "qrels")]
     try:
         return tables, _read_qrels(qrels)
     except UnicodeDecodeError:
@@ -173,13 +203,13 @@ def _read_beir(folder: Path, split: str | None) -> tuple[dict[str, pa.Table], di
 
 def _read_qrels(path: Path) -> dict[str, Any]:
     """Lines of query, document and score; the first may be a header."""
-    columns: dict[str, list] = {"query": [], "document": [], "score": []}
+    lines = []
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
         for number, line in enumerate(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE), start=1):
             try:
                 query, document, score = line
-                gain = float(score)
-                if not np.isfinite(gain):
+                lines.append((query, document, float(score)))
+                if not np.isfinite(lines[-1][-1]):
                     raise ValueError
             except ValueError:
                 if number == 1 and len(line) == 3:
@@ -187,9 +217,7 @@ def _read_qrels(path: Path) -> dict[str, Any]:
                 raise UsageError(
                     f"{path}, line {number}: {line} is not a query, a document and a score with tabs between."
                 ) from None
-            for column, value in zip(columns.values(), (query, document, gain), strict=True):
-                column.append(value)
-    return _as_arrays(columns, str(path))
+    return _as_arrays(lines, str(path))
 
 
 # (2) ---------------------------------------------------------------------------------------------------------------
@@ -206,16 +234,16 @@ def _read_mteb(path: str, split: str | None) -> tuple[dict[str, Any], dict[str, 
             raise UsageError(f"{path} has the configurations {', '.join(names)}. {NEEDED}")
         loaded = {name: _opened(path, name) for name in ("corpus", "queries", qrels)}
     judged = loaded.pop(qrels)
-    judged = judged[choose_split(judged, split, "qrels")]
+    judged = judged[_choose_split(judged, split, "qrels")]
     missing = {"query-id", "corpus-id", "score"} - set(judged.column_names)
     if missing:
         raise UsageError(f'{path}, configuration "{qrels}", has no column "{min(missing)}".')
-    columns = {"query": judged["query-id"], "document": judged["corpus-id"], "score": judged["score"]}
+    lines = list(zip(judged["query-id"], judged["corpus-id"], judged["score"], strict=True))
     tables = {}
     for kind, splits in loaded.items():  # the one of these is called as they are, or as that of qrels
         names = [name for name in (split, kind) if name in splits]
-        tables[kind] = splits[choose_split(splits, names[0] if names else None, kind)]
-    return tables, _as_arrays({name: list(values) for name, values in columns.items()}, f"{path} ({qrels})")
+        tables[kind] = splits[_choose_split(splits, names[0] if names else None, kind)]
+    return tables, _as_arrays(lines, f"{path} ({qrels})")
 
 
 def _opened(path: str, config_name: str) -> Mapping[str, Any]:
@@ -228,11 +256,12 @@ def _opened(path: str, config_name: str) -> Mapping[str, Any]:
 # (3) ---------------------------------------------------------------------------------------------------------------
 
 
-def _as_arrays(columns: Mapping[str, list], name: str) -> dict[str, Any]:
-    if not columns["query"]:
+def _as_arrays(lines: Sequence[tuple[Any, Any, float]], name: str) -> dict[str, Any]:
+    if not lines:
         raise UsageError(f"{name} holds no line. Check the file or the split.")
-    ids = {side: pa.array(map(str, columns[side]), pa.large_string()) for side in ("query", "document")}
-    return ids | {"score": np.asarray(columns["score"], dtype=np.float64)}
+    *ids, scores = zip(*lines, strict=True)
+    query, document = (pa.array(map(str, side), pa.large_string()) for side in ids)
+    return {"query": query, "document": document, "score": np.asarray(scores, dtype=np.float64)}
 
 
 def _ids(table: Any, kind: str) -> pa.Array:
@@ -250,12 +279,8 @@ def _ids(table: Any, kind: str) -> pa.Array:
     return ids
 
 
-def _column(table: Any, name: str) -> pa.ChunkedArray:
-    return (table if isinstance(table, pa.Table) else table.with_format("arrow")[:]).column(name)
-
-
-def _rows(table: Any, numbers: np.ndarray) -> Any:
-    return table.take(pa.array(numbers)) if isinstance(table, pa.Table) else table.select(numbers)
+def _column(table: Dataset, name: str) -> pa.ChunkedArray:
+    return table.select_columns([name]).with_format("arrow")[:].column(name)
 
 
 def _numbers(ids: pa.Array, known: pa.Array, kind: str) -> np.ndarray:
@@ -277,9 +302,8 @@ def _first_double(pairs: np.ndarray) -> np.ndarray:
 
 def _items(table: Any, kind: str) -> Items:
     """Texts, titles first; pictures where there is no text."""
-    features = getattr(table, "features", {})
     if "text" not in table.column_names:
-        pictures = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+        pictures = [name for name, feature in table.features.items() if isinstance(feature, datasets.Image)]
         if not pictures:
             raise UsageError(f"{kind} have no column text, but {', '.join(table.column_names)}.")
         return Items(table.select_columns(pictures[:1]))
@@ -292,7 +316,7 @@ def _items(table: Any, kind: str) -> Items:
         texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(titles, texts, pa.scalar(" ", pa.large_string())))
     if kind == "corpus" and not pc.any(pc.greater(pc.binary_length(texts), 0)).as_py():
         raise UsageError('corpus: no row has a "text" or a "title". Give the texts of documents these names.')
-    return Items(texts)
+    return Items(Dataset(pa.table({"text": texts})))
 
 
 def _refuse_empty_queries(queries: Any, ids: pa.Array) -> None:
@@ -312,7 +336,7 @@ def read_rows(options: RowsEvaluation) -> RowsData:
     numbers = names.get("score") or names.get("label")
     config = RunConfig(dataset_name=options.path, dataset_config_name=options.config, label_column=numbers)
     splits = opened(open_splits, options.path, config)
-    split = choose_split(splits, options.split, options.path)
+    split = _choose_split(splits, options.split, options.path)
     dataset, rows = splits[split], {}
     where = options.path if len(splits) == 1 else f"{options.path} ({split})"  # a file's only one is called "train"
     for name, source in names.items():

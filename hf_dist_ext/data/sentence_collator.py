@@ -33,8 +33,8 @@ from hf_dist_ext.data.collator import (
     content_ids,
     groups_of,
     is_empty,
+    labels_of,
 )
-from hf_dist_ext.data.collator import labels_of as labels_of_run
 from hf_dist_ext.data.columns import PARTS
 from hf_dist_ext.data.mixture import SOURCE, one_source
 from hf_dist_ext.data.tokens import (
@@ -206,7 +206,7 @@ class SentenceCollator:
             batch["ids"]["group"] = groups_of(self.id_column, rows)
         if label is not None:
             labels = [row.get(label) for row in rows]
-            labels = labels_of_run(label, labels, self.label_shape) if self.is_of_run else labels_of(label, labels)
+            labels = labels_of(label, labels, self.label_shape, torch.float32 if self.is_of_run else None)
             batch["targets"] = {"label": labels}
         if constants := {name: one for name, one in constants.items() if one}:
             batch[CONSTANTS] = constants
@@ -420,17 +420,6 @@ def ensure_padding(tokenizer: Any) -> None:
 
 def label_column(columns: Mapping[str, Any] | Sequence[str]) -> str | None:
     return next((name for name in LABELS if name in columns), None)
-
-
-def labels_of(column: str, values: list) -> torch.Tensor:
-    """(B,) or (B, ...): int64 of integers, else float32."""
-    try:
-        return torch.stack(values) if isinstance(values[0], torch.Tensor) else torch.tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f'Column "{column}": a label must be a number, or a list of as many numbers in every row: {error}. The '
-            f"first row of the batch holds {values[0]!r}. Correct the rows, or rename the column."
-        ) from error
 
 
 def of_source(option: Any, source: str | None, name: str) -> Any:

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -42,25 +41,15 @@ class Tokens:
     lengths: np.ndarray
 
     @classmethod
-    def of_rows(cls, rows: Mapping[str, Sequence[Sequence[int]]]) -> Tokens:
-        """`rows`: key -> the numbers of each text."""
-        lengths = np.fromiter(map(len, rows["input_ids"]), np.int64, len(rows["input_ids"]))
-        count = int(lengths.sum())
-        return cls(
-            {key: np.fromiter(chain.from_iterable(rows[key]), KEPT[key], count) for key in rows if key != MASK},
-            lengths,
-        )
-
-    @classmethod
     def of_texts(cls, texts: Sequence[TokenizedText]) -> Tokens:
         keys = texts[0].tokens.keys()
         values = {key: np.concatenate([text.tokens[key] for text in texts]) for key in keys}
         lengths = np.fromiter((len(text.tokens["input_ids"]) for text in texts), np.int64, len(texts))
         return cls(values, lengths)
 
-    def padded(self, fill: Mapping[str, int], side: str, multiple: int | None = None) -> dict[str, torch.Tensor]:
-        """key -> (R, T) int64, the attention mask included; T may be rounded up to a multiple."""
-        width = self._width(multiple)
+    def padded(self, fill: Mapping[str, int], side: str) -> dict[str, torch.Tensor]:
+        """key -> (R, T) int64, the attention mask included."""
+        width = int(self.lengths.max(initial=0))
         place, lengths = np.arange(width), self.lengths[:, None]
         is_real = place >= width - lengths if side == "left" else place < lengths  # (R, T)
         features = {}
@@ -70,16 +59,12 @@ class Tokens:
             features[key] = torch.from_numpy(table)
         return features | {MASK: torch.from_numpy(is_real.astype(np.int64))}
 
-    def flat(self, fill: Mapping[str, int], side: str, multiple: int | None = None) -> dict[str, Any]:
+    def flat(self, fill: Mapping[str, int], side: str) -> dict[str, Any]:
         """The same as features that take the memory of the real tokens; engine/flat.py tells what they are."""
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])
-        known = {"lengths": self.lengths, "width": self._width(multiple), "pads_left": side == "left"}
+        known = {"lengths": self.lengths, "width": int(self.lengths.max(initial=0)), "pads_left": side == "left"}
         values = {key: torch.from_numpy(values) for key, values in self.values.items()}
         return values | {"offsets": torch.from_numpy(offsets), "flat": known | {"fill": dict(fill)}}
-
-    def _width(self, multiple: int | None) -> int:
-        longest, multiple = int(self.lengths.max(initial=0)), multiple or 1
-        return -(-longest // multiple) * multiple
 
 
 def without_rows(features: Mapping[str, Any]) -> dict[str, Any]:

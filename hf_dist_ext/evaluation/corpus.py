@@ -19,8 +19,7 @@ import torch.distributed as dist
 from sentence_transformers.base.evaluation import BaseEvaluator
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_dist_ext.data.evaluations import RetrievalData
-from hf_dist_ext.data.items import Items
+from hf_dist_ext.data.evaluations import Items, RetrievalData
 from hf_dist_ext.evaluation.corpus_ranks import CorpusRanks
 from hf_dist_ext.evaluation.encoder import SharedEncoder, with_all_ranks
 from hf_dist_ext.evaluation.token_vectors import Compared, TokenVectors

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from hf_dist_ext.data import kept_files, tokenized
+from hf_dist_ext.data import kept_files, sentence_collator, tokenized
 from hf_dist_ext.data.mixture import SOURCE, Mixture
 from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.data.tokenized import TokenizedRows, tokenized_once
@@ -105,15 +105,20 @@ def test_a_text_that_is_changed_forgets_its_tokens():
     assert collator([carried])["query"]["input_ids"][0].tolist()[-2] == collator.tokenizer.unk_token_id
 
 
+def counting(monkeypatch) -> Counter:
+    """How often each text is tokenized from here on, but for those that tell what a tokenizer gives."""
+    asked, read = Counter(), sentence_collator._Reader.__call__
+
+    def counted(self, texts, **options):
+        asked.update(text for text in texts if text not in ("", "a text"))
+        return read(self, texts, **options)
+
+    monkeypatch.setattr(sentence_collator._Reader, "__call__", counted)
+    return asked
+
+
 def test_each_text_is_tokenized_once_and_never_again_by_a_later_run(monkeypatch):
-    asked = Counter()
-    tokenize = ContrastiveCollator._tokenized
-
-    def counted(self, column, texts, **options):
-        asked.update(texts)
-        return tokenize(self, column, texts, **options)
-
-    monkeypatch.setattr(ContrastiveCollator, "_tokenized", counted)
+    asked = counting(monkeypatch)
     expected = Counter(rows()["query"]) + Counter(rows()["positive"])
     expected += Counter(text for of_row in rows()["negative"] for text in of_row if text.strip())
     for _ in range(2):
@@ -199,14 +204,7 @@ def test_a_thousand_rows_without_a_negative_are_rows_like_others():
 
 
 def test_a_training_over_two_epochs_tokenizes_once_and_learns_the_same(tmp_path, monkeypatch):
-    asked, tokenize = [], ContrastiveCollator._tokenized
-
-    def counted(self, column, texts, **options):
-        asked.extend(texts)
-        return tokenize(self, column, texts, **options)
-
-    monkeypatch.setattr(ContrastiveCollator, "_tokenized", counted)
-    trained = {}
+    asked, trained = counting(monkeypatch), {}
     for name in ("once", "as read"):
         if name == "as read":
             monkeypatch.setattr(tokenized, "tokenized_once", lambda dataset, *others: dataset)
@@ -220,7 +218,7 @@ def test_a_training_over_two_epochs_tokenizes_once_and_learns_the_same(tmp_path,
         )  # fmt: skip
         before = one.model.tokens.weight.detach().clone()
         one.train()
-        trained[name] = one.model.tokens.weight.detach(), len(asked)
+        trained[name] = one.model.tokens.weight.detach(), asked.total()
         assert not torch.equal(before, one.model.tokens.weight)
     assert torch.equal(trained["once"][0], trained["as read"][0])
     assert trained["as read"][1] == 2 * trained["once"][1] > 0

@@ -21,10 +21,10 @@ def tokens_of(lengths: list[int], with_types: bool) -> Tokens:
     return Tokens(values, np.array(lengths))
 
 
-def batches(side: str, with_types: bool, multiple: int | None, **more) -> tuple[dict, dict]:
+def batches(side: str, with_types: bool, **more) -> tuple[dict, dict]:
     tokens = {name: tokens_of(lengths, with_types) for name, lengths in {**LENGTHS, **more}.items()}
-    flat = {name: one.flat(FILL, side, multiple) for name, one in tokens.items()}
-    return flat, {name: one.padded(FILL, side, multiple) for name, one in tokens.items()}
+    flat = {name: one.flat(FILL, side) for name, one in tokens.items()}
+    return flat, {name: one.padded(FILL, side) for name, one in tokens.items()}
 
 
 def assert_same_chunks(flat: dict, padded: dict, limits: ChunkLimits, **options) -> None:
@@ -46,22 +46,22 @@ def assert_same_chunks(flat: dict, padded: dict, limits: ChunkLimits, **options)
     {"can_trim": False},
 ])  # fmt: skip
 def test_chunks_are_those_of_a_padded_batch(side, limits, options):
-    for with_types, multiple in ((False, None), (True, 8)):
-        assert_same_chunks(*batches(side, with_types, multiple), limits, **options)
+    for with_types in (False, True):
+        assert_same_chunks(*batches(side, with_types), limits, **options)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_rows_without_tokens_and_columns_without_rows(side):
-    assert_same_chunks(*batches(side, True, None, positive=[0, 4, 0, 2, 9, 1, 1]), ChunkLimits(3))
-    flat, padded = batches(side, True, None)
+    assert_same_chunks(*batches(side, True, positive=[0, 4, 0, 2, 9, 1, 1]), ChunkLimits(3))
+    flat, padded = batches(side, True)
     flat["negative"], padded["negative"] = without_rows(flat["negative"]), without_rows(padded["negative"])
     assert_same_chunks(flat, padded, ChunkLimits(3))
-    flat, padded = batches(side, False, None, negative=[0, 0])
+    flat, padded = batches(side, False, negative=[0, 0])
     assert_same_chunks(flat, padded, ChunkLimits(3), shares_tower=False)
 
 
 def test_flat_and_padded_columns_share_a_batch():
-    flat, padded = batches("right", False, None)
+    flat, padded = batches("right", False)
     assert_same_chunks(flat | {"positive": padded["positive"]}, padded, ChunkLimits(4))
 
 
@@ -86,5 +86,5 @@ def test_rows_of_a_batch_are_described_by_their_texts():
         def batch_decode(self, rows, skip_special_tokens):
             return [" ".join(map(str, row)) for row in rows]
 
-    flat, _ = batches("right", False, None)
+    flat, _ = batches("right", False)
     assert describe_rows(flat, Reader()).startswith("'100 101 102', '103 104")

@@ -529,7 +529,7 @@ def test_labels_travel_with_the_batch(values, shape):
     assert facts.targets["label"].shape == shape and facts.targets["label"].dtype == torch.float32
     assert facts.targets["label"].tolist() == values
     for bad in ([1.0, [2.0]], ["high", "low"], [None, 1.0]):
-        with pytest.raises(UsageError, match='label_column "score": a label must be a number'):
+        with pytest.raises(UsageError, match='Column "score": a label must be a number'):
             collator([{"query": "add", "positive": "a", "score": value} for value in bad])
 
 
