@@ -7,16 +7,18 @@ compare more of the content (`content_digest`) before they train.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
+from pandas.util import hash_array
 from transformers.utils import logging
 
 from hf_dist_ext.data import stream_readers
 from hf_dist_ext.data.mixture import MixedStream, Mixture
+from hf_dist_ext.data.row_ids import is_picture
 from hf_dist_ext.errors import UsageError
 
 logger = logging.get_logger(__name__)
@@ -32,40 +34,42 @@ def data_fingerprint(dataset: Any) -> str | None:
         return stream_readers.fingerprint(dataset)
     if isinstance(dataset, Mixture):
         prints = [(name, data_fingerprint(source)) for name, source in dataset.sources.items()]
-        return hashlib.blake2b(repr((prints, dataset.shares)).encode(), digest_size=16).hexdigest()
-    if not hasattr(dataset, "column_names") or not hasattr(dataset, "with_format") or not hasattr(dataset, "__len__"):
+        return _digest((prints, dataset.shares))
+    if not _is_table(dataset) or not hasattr(dataset, "__len__"):
         return None
-    raw, count = dataset.with_format("arrow"), len(dataset)  # as they are stored: nothing in them is decoded
-    digest = hashlib.blake2b(f"{sorted(dataset.column_names)} {count}".encode(), digest_size=16)
-    for i in sorted({i * (count - 1) // max(1, SAMPLED_ROWS - 1) for i in range(SAMPLED_ROWS)} if count else ()):
-        (row,) = raw[i].to_pylist()
-        digest.update(repr(sorted(row.items())).encode())
-    return digest.hexdigest()
+    count = len(dataset)
+    rows = sorted({i * (count - 1) // max(1, SAMPLED_ROWS - 1) for i in range(SAMPLED_ROWS)} if count else ())
+    return _digest((sorted(dataset.column_names), count), [dataset.with_format("arrow")[rows]])
 
 
 def content_digest(dataset: Any) -> str | None:
     """Of the rows themselves, wherever they lie: of a `datasets.Dataset` every row, or blocks spread over one that is
     larger than COMPARED_BYTES; of a stream the first rows of its sources; of other kinds the number of rows."""
-    digest = hashlib.blake2b(digest_size=16)
     if isinstance(dataset, Mapping):
-        digest.update(repr({name: content_digest(one) for name, one in dataset.items()}).encode())
-    elif isinstance(dataset, Mixture) or isinstance(dataset, MixedStream):
-        digest.update(repr([content_digest(dataset.sources), dataset.shares]).encode())
-    elif stream_readers.is_stream(dataset):
+        return _digest({name: content_digest(one) for name, one in dataset.items()})
+    if isinstance(dataset, Mixture | MixedStream):
+        return _digest([content_digest(dataset.sources), dataset.shares])
+    if stream_readers.is_stream(dataset):
         # Not its seeds: the order of rows is compared by itself, with another remedy.
-        digest.update(repr(stream_readers.digests_of_first_rows(dataset)).encode())
-    elif not hasattr(dataset, "column_names") or not hasattr(dataset, "with_format"):
+        return _digest(stream_readers.digests_of_first_rows(dataset))
+    if not _is_table(dataset):
         return None if (rows := length(dataset)) is None else f"{rows} rows"
-    else:
-        table, order = dataset.data, dataset._indices  # the rows as they are stored, and which of them in which order
-        digest.update(f"{sorted(dataset.column_names)} {len(dataset)} {len(table)}".encode())
-        every = max(1, table.nbytes // COMPARED_BYTES)
-        for start in range(0, len(table), BLOCK_ROWS * every):
-            block = table.fast_slice(start, BLOCK_ROWS)
-            for name in sorted(dataset.column_names):
-                _add(digest, block.column(name))
-        for chunk in [] if order is None else order.column(0).chunks:
-            digest.update(chunk.to_numpy())
+    table, order = dataset.data, dataset._indices  # the rows as they are stored, and which of them in which order
+    every = max(1, table.nbytes // COMPARED_BYTES)
+    blocks = (table.fast_slice(start, BLOCK_ROWS) for start in range(0, len(table), BLOCK_ROWS * every))
+    facts = sorted(dataset.column_names), len(dataset), len(table)
+    return _digest(facts, itertools.chain(blocks, [] if order is None else [order]))
+
+
+def _is_table(dataset: Any) -> bool:
+    return hasattr(dataset, "column_names") and hasattr(dataset, "with_format")
+
+
+def _digest(facts: Any, tables: Iterable[Any] = ()) -> str:
+    digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)
+    for table in tables:
+        for name in sorted(table.column_names):
+            _add(digest, table.column(name))
     return digest.hexdigest()
 
 
@@ -73,32 +77,21 @@ def _add(digest: Any, values: Any) -> None:
     """The content of an arrow array, however it is cut into chunks and whatever lies where it is null."""
     if isinstance(values, pa.ChunkedArray):
         values = pa.concat_arrays(values.chunks) if values.chunks else pa.array([], values.type)
-    values, kind = getattr(values, "storage", values), getattr(values.type, "storage_type", values.type)
-    if values.null_count:
-        digest.update(values.is_null().to_numpy(zero_copy_only=False))
-        values = values.drop_null()
-    digest.update(f"{kind} {len(values)}".encode())
-    if pa.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}:
-        # A picture or a sound: machines may have its file in other folders.
+    values = getattr(values, "storage", values)
+    digest.update(f"{values.type} {len(values)}".encode() + values.is_null().to_numpy(zero_copy_only=False).tobytes())
+    values = values.drop_null()
+    if is_picture(values.type):  # machines may have its file in other folders
         contents, paths = (values.field(name).to_pylist() for name in ("bytes", "path"))
-        for content, path in zip(contents, paths, strict=True):
-            digest.update(content or Path(path or "").name.encode())
-    elif pa.types.is_struct(kind):
+        parts = [content or Path(path or "").name.encode() for content, path in zip(contents, paths, strict=True)]
+        values = pa.array(parts, pa.large_binary())
+    if pa.types.is_struct(values.type):
         for part in values.flatten():
             _add(digest, part)
-    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    elif pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
         _add(digest, values.value_lengths())
         _add(digest, values.flatten())
-    elif pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind):
-        _, offsets, content = values.buffers()
-        is_large = pa.types.is_large_string(kind)
-        places = np.frombuffer(offsets, np.int64 if is_large else np.int32)[values.offset :][: len(values) + 1]
-        digest.update(np.diff(places).astype(np.int64))
-        digest.update(memoryview(content or b"")[places[0] : places[-1]] if len(values) else b"")
-    elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
-        digest.update(values.to_numpy(zero_copy_only=False))
     else:
-        digest.update(repr(values.to_pylist()).encode())
+        digest.update(hash_array(values.to_numpy(zero_copy_only=False), categorize=False))
 
 
 def check_same_data(args: Any, dataset: Any, content: Mapping[str, Any], folder: str) -> None:

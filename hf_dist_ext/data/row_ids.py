@@ -79,12 +79,12 @@ def content_hashes(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
 
 def _blocks(dataset: Dataset, column: str) -> Iterator[pa.Array]:
     stored = dataset.select_columns([column]).with_format("arrow")
-    is_picture = _is_picture(stored.features.arrow_schema.field(column).type)
-    for table in stored.iter(batch_size=PICTURES if is_picture else ROWS):
+    has_pictures = is_picture(stored.features.arrow_schema.field(column).type)
+    for table in stored.iter(batch_size=PICTURES if has_pictures else ROWS):
         yield table.column(column).combine_chunks()
 
 
-def _is_picture(kind: pa.DataType) -> bool:
+def is_picture(kind: pa.DataType) -> bool:
     return pa.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}
 
 
@@ -93,7 +93,7 @@ def _hashes(values: pa.Array) -> np.ndarray:
         values = pa.concat_arrays(values.chunks) if values.num_chunks else pa.array([], values.type)
     if isinstance(values, pa.ExtensionArray):
         values = values.storage
-    if _is_picture(values.type):  # its file's bytes, not the decoded pixels
+    if is_picture(values.type):  # its file's bytes, not the decoded pixels
         values = pc.coalesce(pc.struct_field(values, "bytes"), pc.cast(pc.struct_field(values, "path"), pa.binary()))
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()

@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hf_dist_ext.data.collator import ContrastiveCollator, as_list, is_empty
+from hf_dist_ext.data.collator import as_list, is_empty
 from hf_dist_ext.data.image_text_collator import check_processor
 from hf_dist_ext.data.padding import as_tensors, is_per_token
-from hf_dist_ext.data.sentence_collator import image_token, tiles_of_rows
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator, image_token, tiles_of_rows
 from hf_dist_ext.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ OF_PROCESSOR = ("text", "image", "common", "chat_template")
 OF_OTHERS = ("audio", "video")  # of rows that are not read here; a folder may have options for them
 
 
-@dataclass(eq=False)
 class VisionLanguageCollator(ContrastiveCollator):
     """A `ContrastiveCollator` whose columns hold texts, pictures (PIL, a file's bytes, or as `datasets` stores them),
     or mappings of `text` and `image` (one or a list; a str is a path there).
@@ -49,14 +47,22 @@ class VisionLanguageCollator(ContrastiveCollator):
     "common": {...}}, options of the template and of the processor. Those of "audio" and "video" concern no row here.
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    processing_kwargs: Mapping[str, Mapping[str, Any]] | None = None
-    _tails: dict[str, int] = field(default_factory=dict, repr=False)  # prompt -> tokens after what the user says
-
-    def __post_init__(self):
-        check_processor(self.processor)
-        super().__post_init__()
-        self.processing_kwargs = dict(self.processing_kwargs or {})
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        columns: Sequence[str],
+        prompts: Mapping[str, str] | None = None,
+        *,
+        processor: Any,
+        processing_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        pad_to_multiple_of: int | None = None,
+        **more: Any,
+    ):
+        check_processor(processor)
+        super().__init__(tokenizer, columns, prompts, processor=processor, **more)
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self._tails: dict[str, int] = {}  # prompt -> tokens after what the user says
+        self.processing_kwargs = dict(processing_kwargs or {})
         if alien := [name for name in self.processing_kwargs if name not in (*OF_PROCESSOR, *OF_OTHERS)]:
             raise UsageError(f'processing_kwargs has no "{alien[0]}". It takes {", ".join(OF_PROCESSOR)}.')
         options = {name: dict(self.processing_kwargs.get(name, {})) for name in OF_PROCESSOR}
@@ -87,8 +93,8 @@ class VisionLanguageCollator(ContrastiveCollator):
         counts = self._counts(encoded["input_ids"], images)
         return as_tensors(encoded, self.tokenizer.pad_token_id, self._side, self.pad_to_multiple_of) | counts
 
-    def text_features(self, column: str, texts: list[str]) -> dict[str, Any]:
-        return self.features(column, texts)
+    def _column(self, name: str, place: int, values: list, draws: list[str] | None) -> tuple[dict[str, Any], dict]:
+        return self.features(name, values), {}
 
     def gives_tokens(self, column: str) -> bool:
         return False  # of a text alone: the template and the pictures have a part in them
