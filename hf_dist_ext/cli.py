@@ -328,18 +328,14 @@ def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 def _presets(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from hf_dist_ext.planner.devices import count_devices
-    from hf_dist_ext.run.presets import NOTES, find_preset, preset_folder, presets, runs_here
-    from hf_dist_ext.run.short_names import PRESET_SHORT_NAMES
+    from hf_dist_ext.run.config import PRESET_SHORT_NAMES
+    from hf_dist_ext.run.presets import explained, find_preset, preset_folder, presets, runs_here
 
     devices = count_devices()
     if arguments.explain:
         path = find_preset(arguments.explain)
-        if path.stem not in NOTES or path.parent != preset_folder():
-            raise UsageError(f"{path} is not one of ours: {', '.join(NOTES)}.")
-        notes = NOTES[path.stem]
-        print(f"{path.stem}: {presets()[path.stem]}")
-        print(f"sharded:    {notes.sharded}\ntravels:    {notes.travels}\nuse it:     {notes.use}")
-        print(f"runs here:  {runs_here(path, devices)}\nfile:       {path}")
+        print("\n".join(explained(path)))
+        print(f"\nruns here: {runs_here(path, devices)}\nfile: {path}")
         return
     for name, description in presets().items():
         short = [one for one, preset in PRESET_SHORT_NAMES.items() if preset == name]
@@ -351,9 +347,8 @@ def _presets(arguments: argparse.Namespace, overrides: list[str]) -> None:
 def _check_flags(arguments: argparse.Namespace, overrides: list[str]) -> None:
     """Raises UsageError for a slip in one of the command's own flags, for which a field of a run would be proposed."""
     from hf_dist_ext.run.config import all_fields
-    from hf_dist_ext.run.short_names import MEANINGS
 
-    known = {*all_fields(), *MEANINGS}
+    known = all_fields()
     for name in (word[2:].partition("=")[0] for word in overrides if word.startswith("--")):
         near = difflib.get_close_matches(name, [*(vars(arguments).keys() - {"act", "command"}), *known], 1, 0.6)
         if name not in known and near and near[0] not in known:

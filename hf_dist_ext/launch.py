@@ -28,7 +28,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner import auto
 from hf_dist_ext.planner.described import check_data
 from hf_dist_ext.planner.devices import count_devices
-from hf_dist_ext.run import deepspeed_install, lease, optimizers, record, trackers
+from hf_dist_ext.run import deepspeed_install, lease, packages, record
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.preemption import INTERRUPTED, REQUEUE, SIGNALS, forward_to_children, is_free
 from hf_dist_ext.run.presets import find_preset, is_shipped, kind_of, load_preset, mesh_size
@@ -70,8 +70,7 @@ def hand_over_if_needed(run: Run, program: Sequence[str] = (), argv: Sequence[st
 def _check_before_ranks(run: Run) -> None:
     """What needs no library. The folder comes last, as to overwrite it is no remedy for any other mistake."""
     for one in run.stages or [run]:
-        trackers.check(one.training.get("report_to"))
-        optimizers.check(one.training)
+        packages.check(one.training)
     _check_data(run)
     check_output_dir(run.training)
 

@@ -13,10 +13,9 @@ import pytest
 
 from hf_dist_ext import DistTrainer
 from hf_dist_ext.cli import main as hf_dist
-from hf_dist_ext.run.config import all_fields
+from hf_dist_ext.run.config import PRESET_SHORT_NAMES, all_fields
 from hf_dist_ext.run.help import json_schema
 from hf_dist_ext.run.read import load_run
-from hf_dist_ext.run.short_names import PRESET_SHORT_NAMES
 from scripts.error_messages import messages
 from scripts.error_messages import page as page_of_messages
 from tests.distributed.forked import run_python

@@ -213,7 +213,7 @@ def test_a_stream_is_trained_on_in_the_order_of_the_seed(main, run_file, tmp_pat
     ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3}, "round multiple"),
     ({"model_config": {"model_type": "bort"}}, "bort"),
     ({"resume_from_checkpoint": "gone/checkpoint-3"}, "no such folder"),
-    ({"report_to": "wandb"}, "wandb is not installed. Install it (pip install wandb)"),
+    ({"report_to": "wandb"}, "needs the package wandb, which is not installed. Install it (pip install wandb)"),
     ({"report_to": ["tensorboard", "wandbb"]}, "no tracker that Trainer knows"),
     ({"output_dir": "/proc/self/out"}, "can not be written: No such file or directory"),
     ({"output_dir": "/dev/null/out"}, "can not be written: Not a directory"),

@@ -5,6 +5,6 @@
 `evaluations`, `datasets` and `losses`, `losses.py` knows the losses by name, `help.py` tells people and editors what a
 run file may hold. The fields come from the dataclasses' source (`fields.py`). `presets.py` finds the accelerate YAML
 and tells what it does. `lease.py` lets one run write into a folder, `preemption.py` forwards the signals of a
-scheduler. `trackers.py` and `optimizers.py` say which packages the fields of a run need, `versions.py` says which
-releases of transformers and accelerate were tested. Nothing here imports torch, so that help and errors come at once.
+scheduler. `packages.py` says which packages the fields of a run need, `versions.py` which releases of transformers
+and accelerate were tested. Nothing here imports torch, so that help and errors come at once.
 """

@@ -194,10 +194,25 @@ class RunConfig:
     )
 
 
-# Fields of sentence-transformers' arguments, for scripts. A run file says the same in its own words (short_names.py).
+# Fields of sentence-transformers' arguments, for scripts. A run file says the same in its own words.
 OF_SENTENCE_TRANSFORMERS = (
     "batch_sampler multi_dataset_batch_sampler router_mapping learning_rate_mapping warmup_ratio".split()
 )
+
+PRESET_SHORT_NAMES = {
+    "single": "single_gpu",
+    "ddp": "multi_gpu_ddp",
+    "fsdp": "multi_gpu_fsdp",
+    "fsdp2": "multi_gpu_fsdp",
+    "hsdp": "multi_gpu_hsdp",
+    "fsdp_offload": "multi_gpu_fsdp_offload",
+    "tp": "multi_gpu_tp",
+    "pp": "multi_gpu_pp",
+    "3d": "multi_gpu_3d",
+    "zero1": "deepspeed_zero1",
+    "zero2": "deepspeed_zero2",
+    "zero3": "deepspeed_zero3",
+}
 
 # Where an annotation says less than what is meant.
 _LOG_LEVEL = 'Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]'
@@ -261,7 +276,9 @@ def all_fields() -> dict[str, Field]:
             if name in OF_SENTENCE_TRANSFORMERS:
                 continue
             exact = parse_type(EXACT_TYPES[name]) if name in EXACT_TYPES else one.type
-            fields.setdefault(name, dataclasses.replace(one, group=one.group or group, type=exact))
+            bounds = BOUNDS.get(name, {})
+            more = {"group": one.group or group, "type": exact, "bounds": bounds}
+            fields.setdefault(name, dataclasses.replace(one, **more))
     return fields
 
 

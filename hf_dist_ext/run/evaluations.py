@@ -9,7 +9,6 @@ evaluators. data/evaluations.py reads what an entry names.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.util
 import json
 import re
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.fields import accepts, describe, kind_of, out_of_bounds, parse_type, show
+from hf_dist_ext.run.fields import Field, check_entry, parse_type, show
 from hf_dist_ext.run.files import looks_like_a_path
 
 
@@ -206,17 +205,9 @@ def _parse(entry: dict[str, Any], where: str) -> Evaluation:
     kind = given.pop("type", None)
     if kind not in TYPES:
         raise UsageError(f"{where} has type={json.dumps(kind)}. Types: {', '.join(TYPES)}.")
-    fields = {field.name: parse_type(str(field.type)) for field in dataclasses.fields(TYPES[kind])}
+    takes = {one.name: _field(one) for one in dataclasses.fields(TYPES[kind])}
+    check_entry(given, f'{where} of type "{kind}"', takes)
     for name, value in given.items():
-        if name not in fields:
-            near = difflib.get_close_matches(name, fields, 1, 0.5)
-            hint = f"Closest: {json.dumps(near[0])}." if near else f"Fields: {', '.join(fields)}."
-            raise UsageError(f'{where} of type "{kind}" has no field {json.dumps(name)}. {hint}')
-        if not accepts(fields[name], value):
-            takes = describe(fields[name])
-            raise UsageError(f"{where}: {name}={show(value)} is {kind_of(value)}; it takes {takes}.")
-        if broken := out_of_bounds(value, {"minimum": 0 if name == "margin" else 1, "minItems": 1}):
-            raise UsageError(f"{where}: {name}={show(value)} {broken}.")
         if isinstance(value, list) and len(set(value)) < len(value):
             raise UsageError(f"{where}: {name}={show(value)} names one twice. Remove it.")
     for name, instead in TYPES[kind].refused.items():
@@ -241,6 +232,11 @@ def _parse(entry: dict[str, Any], where: str) -> Evaluation:
     if kind == "reranking" and len(one.similarity_fn_names or ()) > 1:
         raise UsageError(f'{where}: type "reranking" compares in one way. Give similarity_fn_names one name.')
     return one
+
+
+def _field(one: dataclasses.Field) -> Field:
+    least = 0 if one.name == "margin" else 1
+    return Field(one.name, parse_type(str(one.type)), bounds={"minimum": least, "minItems": 1})
 
 
 def _check_mteb(given: dict[str, Any], where: str) -> None:

@@ -5,15 +5,18 @@ so `--help` and errors are instant, and every field of the installed version is 
 
 `read_fields` parses the file with `ast` and collects name, annotation, default, help and `# --- group ---`. An
 annotation becomes a tuple of alternatives (`parse_type`), such as `("int", None)` and `("literal", "auto")`, by which
-`accepts` checks a JSON value, `from_text` reads command-line text and `schema_of` writes JSON Schema.
+`accepts` checks a JSON value and `schema_of` writes JSON Schema.
 """
 
 import ast
+import contextlib
+import difflib
 import functools
 import importlib.util
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +32,15 @@ _SIMPLE = {name: (name, None) for name in ("bool", "int", "float", "str")} | {"N
 
 @dataclass(frozen=True)
 class Field:
-    """One field as a user meets it; `group` is the `# --- group ---` comment above it in the source."""
+    """One field as a user meets it; `group` is the `# --- group ---` comment above it in the source, `bounds` are in
+    the words of JSON Schema."""
 
     name: str
     type: Type
-    default: Any
-    help: str
-    group: str
+    default: Any = None
+    help: str = ""
+    group: str = ""
+    bounds: dict[str, Any] = field(default_factory=dict)
 
 
 def source_of(module: str) -> Path:
@@ -221,40 +226,56 @@ def accepts(alternatives: Type, value: Any) -> bool:
     return False
 
 
-def from_text(alternatives: Type, tokens: list[str]) -> Any:
-    """The value that command-line words stand for; the words themselves when they fit no alternative.
-
-    No word is a bare flag, so true. `null`, `true`, numbers and JSON text are tried where the type takes them, text
-    last, so `--resume_from_checkpoint true` is the boolean. Several words are a list.
-    """
-    kinds = {kind for kind, _ in alternatives}
-    if not tokens:
-        if "bool" not in kinds:
-            raise UsageError(f"a value is missing; it takes {describe(alternatives)}.")
+def from_text(takes: Type, words: list[str]) -> Any:
+    """The value that words of the command line stand for: JSON where the field takes its value, else text. Several
+    words are a list. What the field does not take is handed on. Raises UsageError."""
+    item = next((detail for kind, detail in takes if kind == "list"), None)
+    if not words:
+        if not accepts(takes, True):
+            raise UsageError(f"a value is missing; it takes {describe(takes)}.")
         return True
-    item = next((detail for kind, detail in alternatives if kind == "list"), None)
-    if len(tokens) > 1:
-        return [from_text(item, [token]) for token in tokens] if item else tokens
-    text = tokens[0]
-    if "null" in kinds and text == "null":
-        return None
-    if "bool" in kinds and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if kinds & {"int", "float"} and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text, re.IGNORECASE):
-        if re.fullmatch(r"[-+]?\d+", text):
-            return int(text)
-        if "float" in kinds or "str" not in kinds:
-            return float(text)  # where only an int is taken, the error then shows a number
-    structured = {"[": "list", "{": "dict"}.get(text[:1], "none")
-    if structured in kinds or "any" in kinds:
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            if structured in kinds and "str" not in kinds:
-                raise UsageError(f"{text} is not JSON: {error.msg} at column {error.colno}.") from None
-    if "str" in kinds or any(kind == "literal" and detail == text for kind, detail in alternatives):
+    if len(words) > 1:
+        return [from_text(item, [word]) for word in words] if item else words
+    text, value = words[0], words[0]
+    try:
+        value = json.loads(text.lower() if text.lower() in ("true", "false") else text)
+    except json.JSONDecodeError as error:
+        with contextlib.suppress(ValueError):  # JSON has no .5
+            value = float(text)
+        if text[:1] in ("[", "{") and not accepts(takes, text):
+            raise UsageError(f"{text} is not JSON: {error.msg} at column {error.colno}.") from None
+    if accepts(takes, value) and not isinstance(value, str):
+        return value
+    if accepts(takes, text):
         return text
-    return [from_text(item, [text])] if item else text
+    return [from_text(item, [text])] if item else value
+
+
+def check_value(one: Field, value: Any, where: str) -> None:
+    """UsageError for a value that a field does not take. `where`: it was given."""
+    if not accepts(one.type, value):
+        takes, choices = describe(one.type), [detail for kind, detail in one.type if kind == "literal"]
+        if len(choices) > 12:
+            near = [name for name in choices if name.startswith(str(value))]
+            near += difflib.get_close_matches(str(value), choices, 3, 0.3) or choices
+            takes = f"one of {len(choices)} names; closest: {', '.join(map(json.dumps, near[:3]))}"
+        raise UsageError(f"{one.name}={show(value, one.name)} in {where} is {kind_of(value)}; it takes {takes}.")
+    if broken := out_of_bounds(value, one.bounds):
+        others = [json.dumps(detail) for kind, detail in one.type if kind in ("literal", "null")]
+        raise UsageError(f"{one.name}={show(value)} {' or '.join([broken, *others])} (in {where}).")
+
+
+def check_entry(entry: Mapping[str, Any], where: str, takes: Mapping[str, Field], else_: str = "") -> None:
+    """UsageError for an entry of a list that has a field of another name or a value that it does not take. `else_`:
+    what another name may be, too."""
+    for name, value in entry.items():
+        if name.startswith("_"):
+            continue
+        if name not in takes:
+            near = difflib.get_close_matches(name, takes, 1, 0.5)
+            hint = f"Closest: {json.dumps(near[0])}." if near else f"It takes {', '.join(takes)}."
+            raise UsageError(f"{where} has no field {json.dumps(name)}{else_}. {hint}")
+        check_value(takes[name], value, where)
 
 
 def schema_of(alternatives: Type, bounds: dict[str, Any]) -> dict[str, Any]:

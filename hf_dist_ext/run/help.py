@@ -6,9 +6,8 @@ import textwrap
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.config import BOUNDS, all_fields
+from hf_dist_ext.run.config import PRESET_SHORT_NAMES, all_fields
 from hf_dist_ext.run.fields import UNKNOWN, describe, schema_of, show
-from hf_dist_ext.run.short_names import PRESET_SHORT_NAMES
 
 _USAGE = """\
 usage: hf-dist train RUN.json [--field value ...]
@@ -59,7 +58,7 @@ def json_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a run file."""
     properties: dict[str, Any] = {"$schema": {"type": "string"}}
     for name, one in all_fields().items():
-        properties[name] = schema_of(one.type, BOUNDS.get(name, {})) | {"description": one.help}
+        properties[name] = schema_of(one.type, one.bounds) | {"description": one.help}
         if one.default != UNKNOWN:
             properties[name]["default"] = one.default
     presets = ["auto", *dict.fromkeys(PRESET_SHORT_NAMES.values()), *PRESET_SHORT_NAMES]

@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.config import BOUNDS, RunConfig, all_fields
-from hf_dist_ext.run.fields import accepts, describe, kind_of, out_of_bounds, show
+from hf_dist_ext.run.config import RunConfig, all_fields
+from hf_dist_ext.run.fields import Field, check_entry, show
 from hf_dist_ext.run.losses import (
     INFONCE_FIELDS,
     LATE,
@@ -28,7 +26,8 @@ from hf_dist_ext.run.losses import (
 
 # What one of several losses, or a dataset, sets for itself; what all processes see is of the whole run.
 OF_A_LOSS = ("loss", "loss_options", *(name for name in INFONCE_FIELDS if not name.startswith("cross_device_")))
-ABOVE_ZERO = {"exclusiveMinimum": 0}
+OF_THE_RUN = ", or it holds for the whole run"
+WEIGHT = {"weight": Field("weight", (("float", None),), bounds={"exclusiveMinimum": 0})}
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def check_parts(config: RunConfig, given: Mapping[str, Any]) -> None:
         raise UsageError("cross_device_negatives=false with losses: all of them see the rows of all processes.")
     for index, fields in enumerate(config.losses):
         where = f"losses[{index}]"
-        check_entry(fields, where, OF_A_LOSS, {"weight": ((("float", None),), ABOVE_ZERO)}, "loss")
+        check_entry(fields, where, {name: all_fields()[name] for name in OF_A_LOSS} | WEIGHT, OF_THE_RUN)
         if not isinstance(fields.get("loss"), str) or fields["loss"] == "none":
             raise UsageError(f'{where} has no loss. Give its name, such as "infonce".')
     parts = parts_of(config)
@@ -125,26 +124,3 @@ def check_rows_are_alike(configs: Sequence[RunConfig], field: str) -> None:
             f'{field}: "{LATE}" reads a vector of every token, and "{others[0]}" one of every row; a model gives one '
             "of the two. Train them apart."
         )
-
-
-def check_entry(fields: Any, where: str, known: Sequence[str], own: Mapping[str, tuple[Any, Any]], what: str) -> None:
-    """UsageError for an entry of a list that is no object, or has a field of another name or type. known: names of
-    fields of a run; own: others, name -> (type, bounds)."""
-    if not isinstance(fields, dict):
-        needed = "dataset_name" if what == "dataset" else what
-        raise UsageError(f"{where} is {kind_of(fields)}; it takes an object with a {needed}.")
-    for name, value in fields.items():
-        if name.startswith("_"):
-            continue
-        if name in own:
-            type_of, bounds = own[name]
-        elif name in known:
-            type_of, bounds = all_fields()[name].type, BOUNDS.get(name, {})
-        else:
-            near = difflib.get_close_matches(name, [*known, *own], 1, 0.5)
-            hint = f"Closest: {json.dumps(near[0])}." if near else f"A {what} takes {', '.join(known)}."
-            raise UsageError(f"{where} has no field {json.dumps(name)}, or it holds for the whole run. {hint}")
-        if not accepts(type_of, value):
-            raise UsageError(f"{where}: {name}={show(value)} is {kind_of(value)}; it takes {describe(type_of)}.")
-        if broken := out_of_bounds(value, bounds):
-            raise UsageError(f"{where}: {name}={show(value)} {broken}.")

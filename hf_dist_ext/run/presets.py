@@ -1,110 +1,23 @@
 """Accelerate presets: name or path -> YAML file, what a preset shards and sends, and whether it runs on this machine.
 
-A preset is a file of configs/accelerate; its first comment line is its description, and `NOTES` tells more about each
-shipped preset. In a wheel the folder travels as hf_dist_ext/_configs (setup.py); a checkout and an editable install
-read it where it is.
+A preset is a file of configs/accelerate; its first comment line is its description, and the comments below tell what
+it shards, what it sends and when to use it. In a wheel the folder travels as hf_dist_ext/_configs (setup.py); a
+checkout and an editable install read it where it is.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run import deepspeed_install
-from hf_dist_ext.run.short_names import PRESET_SHORT_NAMES
-
-
-class Notes(NamedTuple):
-    sharded: str
-    travels: str  # per optimizer step, with a gradient cache
-    use: str
-
-
-_LOSS = "embeddings to every process (and, where they are gathered, their gradients back)"
-_GATHERS = "every layer's weights and gradients, once per step or once per chunk (gradient_cache_fsdp)"
-NOTES = {
-    "single_gpu": Notes("nothing", "nothing", "The model, its optimizer state and a chunk fit one device."),
-    "cpu": Notes("nothing", f"gradients once; {_LOSS}", "To try a run of several processes without a GPU."),
-    "multi_gpu_ddp": Notes(
-        "nothing",
-        f"gradients once, whatever the chunks; {_LOSS}",
-        "Everything fits one device: the fastest.",
-    ),
-    "multi_gpu_fsdp": Notes(
-        "weights, gradients, optimizer state", f"{_GATHERS}; {_LOSS}", "It does not fit one device, or only just."
-    ),
-    "multi_gpu_fsdp_offload": Notes(
-        "weights, gradients, optimizer state, on the CPU",
-        f"{_GATHERS}, and between CPU and GPU; {_LOSS}",
-        "It does not fit all GPUs together. Slow: the optimizer steps on the CPU.",
-    ),
-    "multi_gpu_fsdp_frozen_replicated": Notes(
-        "what trains; frozen parts are whole everywhere",
-        f"weights and gradients of what trains; {_LOSS}",
-        "Most of the model is frozen and fits one device beside a chunk.",
-    ),
-    "multi_gpu_hsdp": Notes(
-        "weights, gradients, optimizer state, over the GPUs of a group",
-        f"inside a group what FSDP sends; between groups one shard of the gradients; {_LOSS}",
-        "It does not fit one device, and links between machines are much slower than inside.",
-    ),
-    "multi_gpu_tp": Notes(
-        "every layer over the GPUs of a group; over the groups weights, gradients, optimizer state",
-        "inside a group the activations of every layer, in every chunk; between groups what FSDP sends; "
-        "embeddings to every group and their gradients back",
-        "A decoder whose layers or activations are too large for one device, on links as fast as inside a machine. "
-        "GPUs of a group share rows, so FSDP is quicker where it fits.",
-    ),
-    "multi_gpu_pp": Notes(
-        "layers over the processes of a pipeline; pipelines are copies",
-        "between neighbours what a layer gives and its gradient, in every chunk; between pipelines gradients once; "
-        "embeddings between the pipelines' last processes and their gradients back",
-        "Layers do not fit one device, on links too slow for FSDP. The run file says how many processes make a "
-        "pipeline (pipeline_parallel_size); these share rows, and some of their time they wait for each other.",
-    ),
-    "multi_gpu_3d": Notes(
-        "layers over the groups of a pipeline, every layer over the GPUs of a group; pipelines are copies, or shard "
-        "their weights (sharding)",
-        "inside a group the activations of every layer, in every chunk; between neighbours what a layer gives and its "
-        "gradient; between pipelines gradients once, or what FSDP sends; embeddings between the pipelines' last "
-        "groups and their gradients back",
-        "A decoder of which not even one machine holds all layers: groups on fast links, stages over slow ones. The "
-        "run file says how many groups make a pipeline (pipeline_parallel_size); all its GPUs share rows.",
-    ),
-    "deepspeed_zero1": Notes(
-        "optimizer state",
-        f"gradients once; updated weights once; {_LOSS}",
-        "It fits but for AdamW's state.",
-    ),
-    "deepspeed_zero2": Notes(
-        "gradients, optimizer state",
-        f"gradients once, or of every chunk (gradient_cache_fsdp); updated weights once; {_LOSS}",
-        "It fits but for gradients and AdamW's state.",
-    ),
-    "deepspeed_zero3": Notes(
-        "weights, gradients, optimizer state",
-        f"every layer's weights in every chunk, gradients once or in every chunk (gradient_cache_fsdp); {_LOSS}",
-        "It does not fit one device, and your configurations are DeepSpeed's; else multi_gpu_fsdp.",
-    ),
-    "deepspeed_zero3_offload": Notes(
-        "weights, gradients, optimizer state, on the CPU",
-        f"as deepspeed_zero3, and between CPU and GPU; {_LOSS}",
-        "It does not fit all GPUs together. Slow: the optimizer steps on the CPU.",
-    ),
-    "multi_node_ddp": Notes(
-        "nothing", f"gradients once, over the network; {_LOSS}", "Everything fits one device, on several machines."
-    ),
-    "multi_node_hsdp": Notes(
-        "weights, gradients, optimizer state, over the GPUs of a machine",
-        f"inside a machine what FSDP sends; over the network one shard of the gradients; {_LOSS}",
-        "It does not fit one device, on several machines.",
-    ),
-}
+from hf_dist_ext.run.config import PRESET_SHORT_NAMES
 
 
 def preset_folder() -> Path:
@@ -117,6 +30,12 @@ def presets() -> dict[str, str]:
     """Name -> one line that says what the preset is for."""
     files = sorted(preset_folder().glob("*.yaml"))
     return {path.stem: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for path in files}
+
+
+def explained(path: Path) -> list[str]:
+    """The lines that a preset begins with, without their comment sign."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [line[2:] for line in takewhile(lambda line: line.startswith("#"), lines)]
 
 
 def find_preset(name_or_path: str) -> Path:

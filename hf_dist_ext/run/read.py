@@ -21,12 +21,11 @@ from typing import Any
 
 from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, decides_here, resume_or_start
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.config import BOUNDS, Run, RunConfig, all_fields
-from hf_dist_ext.run.fields import Type, accepts, describe, from_text, kind_of, out_of_bounds, show
+from hf_dist_ext.run.config import PRESET_SHORT_NAMES, Run, RunConfig, all_fields
+from hf_dist_ext.run.fields import Field, accepts, check_value, from_text, show
 from hf_dist_ext.run.files import YAML, read_fields
 from hf_dist_ext.run.help import help_text
 from hf_dist_ext.run.rules import check_rules
-from hf_dist_ext.run.short_names import MEANINGS, PRESET_SHORT_NAMES
 from hf_dist_ext.run.stages import plan_stages
 
 # Fields in which "~" is the home; names of data are opened in data/load.py.
@@ -34,6 +33,13 @@ PATHS = (
     "accelerate_config", "frozen_feature_cache", "image_folder", "model_name_or_path", "output_dir",
     "resume_from_checkpoint", "tokenizer_name",
 )  # fmt: skip
+# Fields that transformers dropped.
+DROPPED = {
+    "evaluation_strategy": "Use eval_strategy.",
+    "group_by_length": "Remove it: rows of a batch are sorted by length before they are cut (gradient_cache_sort).",
+    "no_cuda": 'Use "use_cpu": true.',
+    "warmup_ratio": "Use warmup_steps, which is a share of all steps when below 1.",
+}
 
 
 def load_run(argv: list[str]) -> Run:
@@ -57,10 +63,8 @@ def _from_layers(path: Path, layers: list[tuple[dict[str, Any], str]]) -> Run:
     echo: list[str] = []
     for layer, origin in layers:
         for name, value in layer.items():
-            _check_value(name, value, origin)
+            _check(name, value, origin)
         given |= _as_called_now(layer)
-    for name, value in given.items():
-        _check_bounds(name, value, BOUNDS.get(name, {}), all_fields()[name].type)
     if (preset := PRESET_SHORT_NAMES.get(given.get("accelerate_config"))) is not None:
         echo.append(f"accelerate_config={show(given['accelerate_config'])} -> {show(preset)}")
         given["accelerate_config"] = preset
@@ -130,47 +134,31 @@ def _parse_command_line(argv: list[str]) -> tuple[Path, dict[str, Any], set[str]
     values: dict[str, Any] = {}
     taken_away: set[str] = set()  # which have no null of their own: as if the file did not have them
     for name, tokens in words.items():
-        alternatives = _type_of(name, "the command line")
-        if tokens == ["null"] and not accepts(alternatives, None):
+        takes = _field(name, "the command line").type
+        if tokens == ["null"] and not accepts(takes, None):
             taken_away.add(name)
             continue
         try:
-            values[name] = from_text(alternatives, tokens)
+            values[name] = from_text(takes, tokens)
         except UsageError as error:
             raise UsageError(f"--{name}: {error}") from None
     return Path(config[0]), values, taken_away
 
 
-def _type_of(name: str, origin: str) -> Type:
+def _field(name: str, origin: str) -> Field:
     if name in all_fields():
-        return all_fields()[name].type
+        return all_fields()[name]
     inner = name.rpartition(".")[2]  # as Hydra and OmegaConf name a field of a block
     near = difflib.get_close_matches(inner, all_fields(), 1, 0.5)
-    hint = MEANINGS.get(inner) or (f"Closest: {json.dumps(near[0])}." if near else "See --help for all fields.")
+    hint = DROPPED.get(inner) or (f"Closest: {json.dumps(near[0])}." if near else "See --help for all fields.")
     raise UsageError(f'Unknown field {json.dumps(name)} in {origin}. {hint} (A comment begins with "_".)')
 
 
-def _check_value(name: str, value: Any, origin: str) -> None:
+def _check(name: str, value: Any, origin: str) -> None:
     if isinstance(value, dict) and (name not in all_fields() or name == "fsdp"):
         inner = next(iter(value), "learning_rate")
-        answers = "".join(f" {json.dumps(one)}: {MEANINGS[one]}" for one in value if one in MEANINGS)
         raise UsageError(
             f"{name}={show(value)} in {origin} is a block, and the run file is flat: write {json.dumps(inner)} and "
-            f"what stands beside it without {json.dumps(name)} around them.{answers}"
+            f"what stands beside it without {json.dumps(name)} around them."
         )
-    alternatives = _type_of(name, origin)
-    if accepts(alternatives, value):
-        return
-    takes = describe(alternatives)
-    choices = [detail for kind, detail in alternatives if kind == "literal"]
-    if len(choices) > 12:
-        near = [name for name in choices if name.startswith(str(value))]
-        near += difflib.get_close_matches(str(value), choices, 3, 0.3) or choices
-        takes = f"one of {len(choices)} names; closest: {', '.join(map(json.dumps, near[:3]))}"
-    raise UsageError(f"{name}={show(value, name)} in {origin} is {kind_of(value)}; it takes {takes}.")
-
-
-def _check_bounds(name: str, value: Any, bounds: dict[str, Any], alternatives: Type) -> None:
-    if broken := out_of_bounds(value, bounds):
-        others = [json.dumps(detail) for kind, detail in alternatives if kind in ("literal", "null")]
-        raise UsageError(f"{name}={show(value)} {' or '.join([broken, *others])}.")
+    check_value(_field(name, origin), value, origin)

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.config import Run, RunConfig
-from hf_dist_ext.run.fields import show
+from hf_dist_ext.run.config import Run, RunConfig, all_fields
+from hf_dist_ext.run.fields import Field, check_entry, show
 from hf_dist_ext.run.losses import INFONCE_FIELDS, cuts_dimensions
 from hf_dist_ext.run.parts import (
-    ABOVE_ZERO,
     OF_A_LOSS,
+    OF_THE_RUN,
+    WEIGHT,
     Part,
-    check_entry,
     check_parts,
     check_rows_are_alike,
     parts_of,
@@ -38,7 +38,7 @@ OF_A_SOURCE = [
     *"id_column label_column max_train_samples max_eval_samples".split(),
     *OF_A_LOSS,
 ]
-OF_ENTRY = {"name": ((("str", None),), {}), "weight": ((("float", None),), ABOVE_ZERO)}
+OF_ENTRY = {"name": Field("name", (("str", None),))} | WEIGHT
 # What the file can not set for all of its sources.
 OF_ONE = ("dataset_name", "dataset_config_name", "eval_dataset_name")
 
@@ -191,7 +191,7 @@ def check_sources(run: Run) -> None:
 
 
 def _check_fields(fields: Any, where: str) -> None:
-    check_entry(fields, where, OF_A_SOURCE, OF_ENTRY, "dataset")
+    check_entry(fields, where, {name: all_fields()[name] for name in OF_A_SOURCE} | OF_ENTRY, OF_THE_RUN)
     if not fields.get("dataset_name"):
         raise UsageError(f"{where} has no dataset_name. Give a hub id or the path of a data file.")
 

@@ -47,7 +47,7 @@ def test_a_stage_sets_fields_over_the_file_and_the_command_line_over_both(plan):
 
 @pytest.mark.parametrize("change, words", [
     ({"learning_rte": 1}, r'"learning_rte" in stage 1 "tune". Closest: "learning_rate"'),
-    ({"learning_rate": -1}, r'stage 1 "tune": learning_rate=-1 must be at least 0'),
+    ({"learning_rate": -1}, r'learning_rate=-1 must be at least 0 .in stage 1 "tune"'),
     ({"temperature": 0.1}, r'stage 1 "tune": temperature=0.1 belongs to task "embedding"'),
     ({"bf16": True}, r'stage 1 "tune": bf16 holds for the whole run'),
     ({"stages": []}, r'stage 1 "tune": stages holds for the whole run'),
