@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hf_dist_ext import __version__
 from hf_dist_ext.errors import UsageError
@@ -22,10 +22,6 @@ from hf_dist_ext.train import bars_on_a_terminal_only
 
 UNEXPECTED = "unexpected arguments: "
 TAKES_A_RUN = ("train", "plan", "config", "audit")
-GONE = {
-    "export": 'sentence-transformers exports a folder: SentenceTransformer(DIR, backend="onnx").save_pretrained(OUT)',
-}
-RENAMED = {"--query_column": "--anchor_column_name", "--search": "--use_faiss"}  # that a guess would not find
 CHOICE = re.compile(r"argument .*: invalid choice: '(.*)' \(choose from (.*)\)")  # argparse's words
 
 
@@ -36,11 +32,9 @@ class Parser(argparse.ArgumentParser):
         given, among = "", []
         if found := CHOICE.match(message):
             given, among = found[1], re.findall(r"[\w-]+", found[2])
-            if given in GONE:
-                self.exit(2, f"error: hf-dist {given} is gone. {GONE[given]}\n")
         elif message.startswith(UNEXPECTED):
             given, among = message.removeprefix(UNEXPECTED).split()[0], [*self._option_string_actions]
-        near = [RENAMED[given]] if RENAMED.get(given) in among else difflib.get_close_matches(given, among, 1)
+        near = difflib.get_close_matches(given, among, 1)
         closest = f" Closest: {near[0]}." if near else ""
         self.exit(2, f"error: {message}.{closest} {self.prog} --help says what there is.\n")
 
@@ -50,48 +44,54 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--version", action="version", version=f"hf_dist_ext {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    summary = "train, in as many processes as the run file says; --help [SECTION] explains its fields"
-    train = commands.add_parser("train", help=summary, allow_abbrev=False, add_help=False)
+    def command(name: str, act: Callable, summary: str, **options: Any) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=summary, allow_abbrev=False, **options)
+        made.set_defaults(act=act)
+        return made
+
+    train = command(
+        "train",
+        _train,
+        "train, in as many processes as the run file says; --help [SECTION] explains its fields",
+        add_help=False,
+    )
     _add_run(train, is_required=False)
-    train.set_defaults(act=_train)
 
-    summary = "go on with the run of an output_dir, from its newest checkpoint; --field value go over its run file"
-    resume = commands.add_parser("resume", help=summary, allow_abbrev=False)
+    resume = command(
+        "resume",
+        _resume,
+        "go on with the run of an output_dir, from its newest checkpoint; --field value go over its run file",
+    )
     resume.add_argument("folder", metavar="DIR", help="the output_dir of a run")
-    resume.set_defaults(act=_resume)
 
-    summary = "is the gradient of the run's first update right, with its model, rows, processes and precision"
-    audit = commands.add_parser("audit", help=summary, allow_abbrev=False)
+    audit = command(
+        "audit",
+        _audit,
+        "is the gradient of the run's first update right, with its model, rows, processes and precision",
+    )
     _add_run(audit)
     audit.add_argument("--rows", type=int, help="so many rows of the update, where the plain step would not fit")
     audit.add_argument("--json", action="store_true", help="print JSON")
     kinds = "the plain step: in float64 on the CPU, or in float32 on the device (default: as its size allows)"
     audit.add_argument("--reference", choices=["auto", "float64", "float32"], default="auto", help=kinds)
-    audit.set_defaults(act=_audit)
 
-    init = commands.add_parser("init", help="a run file to begin with and ten rows of data, which train as they are")
+    init = command("init", _init, "a run file to begin with and ten rows of data, which train as they are")
     kinds = "; ".join(f"{kind}: {meaning}" for kind, meaning in examples.KINDS.items())
     init.add_argument(
         "kind", choices=examples.KINDS, nargs="?", default="text", help=f"{kinds} (default: %(default)s)"
     )
     init.add_argument("folder", nargs="?", default=".", metavar="DIR", help="where to (default: this folder)")
-    init.set_defaults(act=_init)
 
-    env = commands.add_parser("env", help="versions, devices and links here, for a report of an error")
-    env.set_defaults(act=_env)
+    command("env", _env, "versions, devices and links here, for a report of an error")
 
-    summary = "the JSON Schema of run files, or what one run file resolves to"
-    config = commands.add_parser("config", help=summary, allow_abbrev=False)
+    config = command("config", _config, "the JSON Schema of run files, or what one run file resolves to")
     config.add_argument("--schema", action="store_true", help='print the schema; name the file in "$schema" of a run')
     _add_run(config, "--explain", is_required=False)
-    config.set_defaults(act=_config)
 
-    presets = commands.add_parser("presets", help="the accelerate presets, a line each, and what this machine can run")
+    presets = command("presets", _presets, "the accelerate presets, a line each, and what this machine can run")
     presets.add_argument("--explain", metavar="NAME", help="what it shards, what travels, when to use it")
-    presets.set_defaults(act=_presets)
 
-    summary = "bytes per device for every strategy, and which to take, from the run file alone"
-    plan = commands.add_parser("plan", help=summary, allow_abbrev=False)
+    plan = command("plan", _plan, "bytes per device for every strategy, and which to take, from the run file alone")
     _add_run(plan, is_required=False)
     plan.add_argument("--compare", metavar="RUN_DIR", help="what a run of it measured, beside what was predicted")
     over = "over all machines; several, as 1,4,8, make a table"
@@ -110,10 +110,10 @@ def main(argv: list[str] | None = None) -> None:
     plan.add_argument("--price_per_hour", type=_list_of(float), help="of one device: says what the run costs")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--png", metavar="FILE", help="also draw a stacked bar per strategy")
-    plan.set_defaults(act=_plan)
 
-    summary = "ask a trained model for functions of Python, or for texts or pictures of yours"
-    search = commands.add_parser("search", help=summary)
+    search = command(
+        "search", _search, "ask a trained model for functions of Python, or for texts or pictures of yours"
+    )
     search.add_argument("--model", required=True, metavar="DIR", help="the output_dir of a run, or a hub id")
     search.add_argument("--top_k", type=int, default=5, help="how many results to print (default: %(default)s)")
     search.add_argument("--data", metavar="PATH", help="what is searched: a folder of pictures, a text or data file")
@@ -122,19 +122,17 @@ def main(argv: list[str] | None = None) -> None:
     search.add_argument(
         "query", nargs="*", metavar="QUERY", help="what to look for; without --data, what a function does"
     )
-    search.set_defaults(act=_search)
 
-    merge = commands.add_parser("merge", help="the complete model of a checkpoint, as from_pretrained loads it")
+    merge = command("merge", _merge, "the complete model of a checkpoint, as from_pretrained loads it")
     merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint-N folder, or the output_dir of a run")
     merge.add_argument("--output", required=True, metavar="DIR", help="a new folder")
     merge.add_argument("--base", metavar="MODEL", help="where the frozen weights are, if not where the run had them")
     merge.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
     merge.add_argument("--trust_checkpoint", action="store_true", help="read files that may run code when read")
-    merge.set_defaults(act=_merge)
 
-    _add_mine(commands)
-    _add_encode(commands)
-    _add_push(commands)
+    _add_mine(command)
+    _add_encode(command)
+    _add_push(command)
 
     with exit_on_usage_error(), end_with_reader():
         # `hf-dist train run.json --seed 3`: what argparse does not know are overrides, which load_run reads
@@ -157,9 +155,8 @@ def _with_flag(argv: list[str]) -> list[str]:
     return [argv[0], "--config", *argv[1:]] if names_a_run else argv
 
 
-def _add_mine(commands: argparse._SubParsersAction) -> None:
-    summary = "hard negatives for a file of pairs, found by a model"
-    mine = commands.add_parser("mine", help=summary, allow_abbrev=False)
+def _add_mine(command: Callable[..., argparse.ArgumentParser]) -> None:
+    mine = command("mine", _mine, "hard negatives for a file of pairs, found by a model")
     add = mine.add_argument
     add("--model", required=True, metavar="DIR", help="the output_dir of a run, or a folder of sentence-transformers")
     add("--data", required=True, metavar="FILE", help="pairs: what dataset_name of a run file takes")
@@ -194,12 +191,10 @@ def _add_mine(commands: argparse._SubParsersAction) -> None:
     add("--use_multi_process", nargs="+", metavar="DEVICE", help="a process for each, as in cuda:0 cuda:1")
     add("--verbose", action=argparse.BooleanOptionalAction, help="print statistics (default: true)")
     add("--cache_folder", metavar="DIR", help="embeddings are kept here for the next time")
-    mine.set_defaults(act=_mine)
 
 
-def _add_encode(commands: argparse._SubParsersAction) -> None:
-    summary = "embeddings of the rows of a file, or of the pictures of a folder, as a file"
-    encode = commands.add_parser("encode", help=summary, allow_abbrev=False)
+def _add_encode(command: Callable[..., argparse.ArgumentParser]) -> None:
+    encode = command("encode", _encode, "embeddings of the rows of a file, or of the pictures of a folder, as a file")
     add = encode.add_argument
     add("--model", required=True, metavar="DIR", help="the output_dir of a run, or a hub id")
     add("data", metavar="FILE", help="a data file, a text file (a row per line) or a folder of pictures")
@@ -218,18 +213,17 @@ def _add_encode(commands: argparse._SubParsersAction) -> None:
     add("--precision", choices=precisions, default="float32", help="of the output (default: %(default)s)")
     add("--devices", nargs="+", metavar="DEVICE", help="a process for each, as in cuda:0 cuda:1 (default: one)")
     add("--ranges", metavar="FILE", help="of an earlier int8 or uint8 output, to have the same steps")
-    encode.set_defaults(act=_encode)
 
 
-def _add_push(commands: argparse._SubParsersAction) -> None:
-    summary = "a model's folder to the hub, as it loads: without checkpoints, optimizers and caches"
-    push = commands.add_parser("push", help=summary, allow_abbrev=False)
+def _add_push(command: Callable[..., argparse.ArgumentParser]) -> None:
+    push = command(
+        "push", _push, "a model's folder to the hub, as it loads: without checkpoints, optimizers and caches"
+    )
     push.add_argument("folder", metavar="DIR", help="the folder that a run ended with")
     push.add_argument("repo_id", metavar="REPO_ID", help="of the hub: someone/a-model; made if need be")
     push.add_argument("--private", action="store_true", help="make the repository private, where it is made")
     push.add_argument("--revision", metavar="NAME", help="branch to push to (default: main)")
     push.add_argument("--include", nargs="+", default=[], metavar="PATTERN", help="push these files of DIR too")
-    push.set_defaults(act=_push)
 
 
 def _list_of(kind: type) -> Callable[[str], list]:

@@ -184,7 +184,6 @@ def test_search_hands_its_words_to_the_search_module(monkeypatch):
         (["search", "--model", "out", "--image", "a.png"], "--image goes with --data"),
         (["config"], "takes a run file"),
         (["trian", "run.json"], "Closest: train."),
-        (["export", "out"], "hf-dist export is gone. sentence-transformers exports a folder"),
         (["plan", "--confg", "run.json"], "Closest: --config."),
         (["plan", "run.json", "--num_devices", "two"], '"two" is no number'),
         (["plan", "run.json", "--interconnect", "nvlnk"], "Closest: nvlink."),

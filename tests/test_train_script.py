@@ -366,7 +366,7 @@ NEWEST, OVER = ["--resume_from_checkpoint", "true"], ["--overwrite_output_dir"]
     ([*OVER, "--report_to", "wandbb"], {}, "wandbb"),
     ([*OVER, "--fsdp", "true"], {}, "does not shard"),
     ([*OVER, "--push_to_hub"], {}, "HF_HUB_OFFLINE"),
-    ([*OVER, "--resume_weights_only"], {}, "says how to resume"),
+    ([*OVER, "--resume_weights_only"], {}, "has no effect without resume_from_checkpoint"),
     (OVER, {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3}, "round multiple"),
 ])  # fmt: skip
 def test_a_refused_start_leaves_every_file_of_the_folder_as_it_was(

@@ -259,6 +259,14 @@ BOUNDS: dict[str, dict[str, Any]] = {  # in the words of JSON Schema; the items 
     "dataloader_prefetch_factor": {"minimum": 1, "exclusiveMaximum": 2**16},  # DataLoader counts to it at the start
     "ddp_power_sgd_warmup_steps": {"minimum": 2},
 }
+NEEDS = {  # a field: another one without which it has no effect
+    **dict.fromkeys("load_in_4bit lora_r lora_alpha lora_dropout lora_target_modules".split(), "use_lora"),
+    "datasets_temperature": "datasets",
+    "eval_steps": "eval_strategy",
+    "model_revision": "model_name_or_path",
+    "resume_weights_only": "resume_from_checkpoint",
+    "shuffle_buffer_rows": "streaming",
+}
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any
 from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run import deepspeed_install
-from hf_dist_ext.run.config import Run, RunConfig
+from hf_dist_ext.run.config import NEEDS, Run, RunConfig
 from hf_dist_ext.run.evaluations import parse_evaluations
 from hf_dist_ext.run.fields import show
 from hf_dist_ext.run.files import looks_like_a_path
@@ -38,6 +38,11 @@ def check_rules(run: Run) -> None:
     config, given = run.options, run.given
     _check_output_dir(given["output_dir"])
     check_task_fields(config.task, given)
+    for name, other in NEEDS.items():
+        if given.get(name) not in (None, False) and given.get(other) in (None, False):
+            raise UsageError(
+                f"{name}={show(given[name])} has no effect without {other}. Set that too, or remove {name}."
+            )
     useless = [name for name in CONTRASTIVE_FIELDS if given.get(name) not in (None, False)]
     if config.loss is None and useless:
         raise UsageError(
@@ -50,11 +55,6 @@ def check_rules(run: Run) -> None:
         parse_evaluations(config.evaluations)
     check_parts(config, given)
     _check_folders(config)
-    if given.get("eval_steps") is not None and "eval_strategy" not in given:
-        raise UsageError(
-            f'eval_steps={show(given["eval_steps"])}, but eval_strategy is "no" where it is not given: nothing would '
-            'be evaluated while the run trains. Set eval_strategy to "steps", or remove eval_steps.'
-        )
     if given.get("load_best_model_at_end") and given.get("eval_strategy", "no") == "no":
         raise UsageError(
             'load_best_model_at_end=true, but eval_strategy is "no": no checkpoint would be found the best. Set '
@@ -65,11 +65,6 @@ def check_rules(run: Run) -> None:
             f"train_sampling_strategy={show(order)} orders rows by a length that the rows of a run file do not have. "
             "Remove it; with a loss over embeddings the rows of a batch are sorted by length before they are cut into "
             "chunks."
-        )
-    if config.shuffle_buffer_rows is not None and not config.streaming:
-        raise UsageError(
-            f"shuffle_buffer_rows={config.shuffle_buffer_rows} is of a stream. Set streaming: true, or remove it: "
-            "rows that are read before training are shuffled all together."
         )
     if given.get("max_steps") == 0:
         raise UsageError(
@@ -103,28 +98,19 @@ def check_rules(run: Run) -> None:
         raise UsageError(f"{found} given: model_name_or_path (start from weights) or model_config (from scratch).")
     if config.model_config and not isinstance(config.model_config.get("model_type"), str):
         raise UsageError('model_config has no "model_type". Add one, such as "model_type": "bert".')
-    if config.model_config is not None and config.model_revision is not None:
-        raise UsageError(f"model_revision={show(config.model_revision)} is of a hub model, and model_config of none.")
     has_images = config.image_columns or any(isinstance(source, dict) for source in (config.columns or {}).values())
     if config.task == "embedding" and config.image_folder is not None and not has_images:
         raise UsageError(f"image_folder={show(config.image_folder)} is where image_columns are read from. Name them.")
     check_sources(run)
     if config.dataset_name is None and config.datasets is None:
         raise UsageError('dataset_name is not given. Set "code-search", a hub id or the path of a data file.')
-    weights, dims = config.matryoshka_weights or [], config.matryoshka_dims or []
     if config.task == "embedding" and config.columns is not None and len(config.columns) < NUM_PAIR_COLUMNS:
         raise UsageError(
             f"columns={show(config.columns)} names {len(config.columns)} column. A query and its positive are needed."
         )
-    if weights and len(weights) != len(dims):
-        raise UsageError(
-            f"matryoshka_weights has {len(weights)} entries for {len(dims)} matryoshka_dims. Give as many, or none."
-        )
     if config.eval_holdout and (config.eval_split or config.eval_dataset_name):
         other = "eval_split" if config.eval_split else "eval_dataset_name"
         raise UsageError(f"eval_holdout takes rows from the train split, but {other} is given too. Keep one.")
-    if given.get("resume_weights_only") and given.get("resume_from_checkpoint") in (None, False):
-        raise UsageError("resume_weights_only=true says how to resume; give resume_from_checkpoint too.")
     if given.get("deepspeed"):
         deepspeed_install.check("deepspeed is set: ")
     offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_on(os.environ.get(name, ""))]
@@ -188,16 +174,11 @@ def check_task_fields(task: str, given: dict[str, Any]) -> None:
                 f'{useless[0]}={show(given[useless[0]])} belongs to task "{other}", but task is "{task}". '
                 f"Remove {useless[0]}."
             )
-    lora = [name for name in given if name.startswith("lora_") and given[name] is not None]
-    if lora and not given.get("use_lora"):
-        raise UsageError(f"{lora[0]}={show(given[lora[0]])} needs adapters. Set use_lora: true, or remove {lora[0]}.")
     if given.get("is_causal") is not None and given.get("use_lora"):
         raise UsageError(
             f"is_causal={show(given['is_causal'])} with use_lora: adapters are saved beside the base's own config, "
             "which does not say so. Save the base once with hf_dist_ext.set_is_causal, and train from that folder."
         )
-    if given.get("load_in_4bit") and not given.get("use_lora"):
-        raise UsageError("load_in_4bit: weights in 4 bits do not train. Set use_lora: true, or remove load_in_4bit.")
     if task != "image-text-to-text":
         return
     if given.get("loss") not in (None, "none"):

@@ -129,11 +129,6 @@ def check_sources(run: Run) -> None:
     """UsageError for the first thing that is wrong with `datasets`."""
     config, given = run.options, run.given
     if config.datasets is None:
-        if config.datasets_temperature is not None:
-            raise UsageError(
-                f"datasets_temperature={show(config.datasets_temperature)} draws among several datasets, and there is "
-                "but one. Remove it, or give datasets."
-            )
         return
     if not config.datasets:
         raise UsageError("datasets=[] is empty. Give at least one, or dataset_name.")

@@ -486,7 +486,7 @@ def test_a_projector_trains_whole_beside_adapters(run_file, tmp_path):
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"use_lora": False}, "lora_r=4 needs adapters"),
+    ({"use_lora": False}, "lora_r=4 has no effect without use_lora"),
     ({"lora_r": 0}, "lora_r=0 must be at least 1"),
     ({"lora_dropout": 1.0}, "lora_dropout=1.0 must be"),
     ({"lora_target_modules": ["quary"]}, "lora_target_modules=['quary']"),

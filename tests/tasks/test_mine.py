@@ -159,7 +159,7 @@ def test_kept_embeddings_are_those_of_one_model(tmp_path, model, data):
     "more, words",
     [
         (["--negatives", "0"], "Closest: --num_negatives"),
-        (["--query_column", "q"], "Closest: --anchor_column_name"),
+        (["--anchor_column", "q"], "Closest: --anchor_column_name"),
         (["--num_negatives", "0"], "of sentence-transformers: num_negatives must be at least 1"),
         (["--range_min", "9", "--range_max", "9"], "range_min must be smaller than range_max"),
         (["--use_multi_process", "nonsense"], "--use_multi_process nonsense: "),

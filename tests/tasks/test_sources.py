@@ -193,7 +193,7 @@ def first(**fields):
         ({"eval_dataset_name": "x.jsonl"}, "beside datasets: of which of them?"),
         ({"datasets": []}, r"datasets=\[\] is empty"),
         ({"datasets": ...}, "dataset_name is not given"),
-        ({"datasets": ..., "dataset_name": "x.jsonl", "datasets_temperature": 2.0}, "there is but one"),
+        ({"datasets": ..., "dataset_name": "x.jsonl", "datasets_temperature": 2.0}, "has no effect without datasets"),
         ({"datasets": first(weight=1)}, r"datasets\[1\] has no weight, and others have one"),
         ({"datasets": lambda given: [one | {"weight": 1} for one in given], "datasets_temperature": 2.0},
          "draws by size, but datasets have weights"),
