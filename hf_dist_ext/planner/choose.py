@@ -34,7 +34,7 @@ from hf_dist_ext.planner.catalog import (
     tensor_parallel_size,
 )
 from hf_dist_ext.planner.devices import CARDS, CPU
-from hf_dist_ext.planner.memory import Settings, is_chunked, model_of
+from hf_dist_ext.planner.memory import Settings, model_of
 from hf_dist_ext.planner.plan import MOST_ROWS, Estimate, Most, Option, Plan, changes_for
 from hf_dist_ext.planner.reasons import explain, explain_halves, explain_precision, explain_stages
 from hf_dist_ext.planner.traced import traced
@@ -266,9 +266,8 @@ def _levers(work: Workload, best: Option) -> dict[str, float]:
     batch = now.work.batch
     if not now.settings.is_checkpointed:
         changes["checkpointing"] = now.with_settings(is_checkpointed=True)
-    if is_chunked(work, now.settings):
-        rows = work.rows_of_chunk(work.longest_column, now.settings.chunk_rows)
-        if rows > 1:
+    if now.is_chunked:
+        if (rows := now.rows_at_once) > 1:
             changes["half as wide chunks"] = now.with_settings(chunk_rows=rows // 2)
     elif batch > 1:
         changes["half the batch"] = replace(now, work=with_batch(now.work, batch // 2))
@@ -286,7 +285,7 @@ def _larger(work: Workload, best: Option) -> Estimate | None:
     if best.fitted is None or not work.is_cached or work.finds_chunk:
         return None
     found, most = None, work.most_rows
-    own = work.rows_of_chunk(work.longest_column, best.fitted.settings.chunk_rows)
+    own = best.fitted.rows_at_once
     for rows in (min(own << power, most) for power in range(1, most.bit_length())):
         wider = replace(best.fitted, work=work).with_settings(chunk_rows=rows)
         if not wider.fits:
@@ -316,9 +315,10 @@ def _most(work: Workload, best: Option) -> Most | None:
             step //= 2
         return upper
 
-    if work.is_embedding and is_chunked(work, fitted.settings):
-        own = work.rows_of_chunk(work.longest_column, fitted.settings.chunk_rows)
-        chunk = largest(own, work.most_rows, lambda rows: as_fitted.with_settings(chunk_rows=rows).fits)
+    if work.is_embedding and fitted.is_chunked:
+        chunk = largest(
+            fitted.rows_at_once, work.most_rows, lambda rows: as_fitted.with_settings(chunk_rows=rows).fits
+        )
     most = largest(batch, MOST_ROWS, lambda rows: replace(as_fitted, work=with_batch(as_fitted.work, rows)).fits)
     return Most(chunk, most)
 

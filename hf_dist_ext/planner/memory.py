@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 
 from hf_dist_ext import policy
-from hf_dist_ext.planner.catalog import GIB, Hardware, StrategySpec, tensor_parallel_size
+from hf_dist_ext.planner.catalog import GIB, STRATEGIES, Hardware, StrategySpec, tensor_parallel_size
 from hf_dist_ext.planner.forward import TEMPORARY_VALUES, Cost, Parameter
 from hf_dist_ext.planner.workload import BatchColumn, Cast, Work, Workload
 
@@ -139,9 +139,35 @@ class Case:
     """A run as a strategy spreads it over devices, with the settings that make it fit."""
 
     work: Workload
-    strategy: StrategySpec
-    hardware: Hardware
-    settings: Settings
+    strategy: StrategySpec = STRATEGIES[0]
+    hardware: Hardware = Hardware()
+    settings: Settings = Settings()
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the batch goes through in chunks: the run has a gradient cache, or the settings give it one."""
+        return self.work.is_cached or self.settings.chunk_rows is not None
+
+    @property
+    def encodes_once(self) -> bool:
+        """Whether a frozen backbone runs once per step, or never; the projection goes on from its pooled vectors."""
+        return self.work.reads_features or (self.work.has_frozen_backbone and self.is_chunked)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Of the longest rows: of a chunk, or of the batch."""
+        work = self.work
+        chunk = self.settings.chunk_rows
+        return work.rows_of_chunk(work.longest_column, chunk) if self.is_chunked else work.batch
+
+    @property
+    def cast(self) -> Cast:
+        """The weights that the strategy hands to a forward in the precision of the computation."""
+        if self.strategy.is_tensor_parallel:
+            return "nothing"
+        if self.strategy.is_deepspeed:
+            return "all"
+        return self.work.gathered_as if "w" in self.strategy.shards else "nothing"
 
     @functools.cached_property
     def parts(self) -> int:
@@ -170,8 +196,7 @@ class Case:
     @functools.cached_property
     def num_backwards(self) -> int:
         """Of one update."""
-        is_one = encodes_once(self.work, self.settings) or not is_chunked(self.work, self.settings)
-        return self.work.accumulation * (1 if is_one else self.num_chunks)
+        return self.work.accumulation * (self.num_chunks if self.is_chunked and not self.encodes_once else 1)
 
     @functools.cached_property
     def reduces_once(self) -> bool:
@@ -199,15 +224,14 @@ class Case:
         return unit.trained * (self.work.compute_bytes if self.strategy.is_deepspeed else self.work.reduced_item)
 
 
-def estimate(work: Workload, strategy: StrategySpec, hardware: Hardware, settings: Settings) -> Bytes:
+def estimate(case: Case) -> Bytes:
     """Peak bytes of one device."""
-    case = Case(work, strategy, hardware, settings)
+    work, strategy, hardware = case.work, case.strategy, case.hardware
     whole, shards = case.model.whole, case.shards
     of_state = shards if "o" in strategy.shards else 1
     # Under FSDP and DeepSpeed the weights that compute are half precision already, so autocast copies none.
     casts_itself = "w" in strategy.shards or strategy.is_deepspeed
-    # DeepSpeed's chunks are padded always.
-    of_chunk = held(work if strategy.is_deepspeed else work.packed, settings, cast_by(strategy, work), case.parts)
+    of_chunk = held(case)
     needed = (_deepspeed if strategy.is_deepspeed else _fsdp if strategy.shards else _replicated)(case)
     if not strategy.is_deepspeed:
         needed.weights += of_chunk.casts
@@ -342,24 +366,16 @@ def kept_by_hook(work: Workload, world: int) -> float:
 # ---- activations ----
 
 
-def cast_by(strategy: StrategySpec, work: Workload) -> Cast:
-    """The weights that the strategy hands to a forward in the precision of the computation."""
-    if strategy.is_tensor_parallel:
-        return "nothing"
-    if strategy.is_deepspeed:
-        return "all"
-    return work.gathered_as if "w" in strategy.shards else "nothing"
-
-
-def held(work: Workload, settings: Settings, cast: Cast = "nothing", parts: int = 1) -> Cost:
+def held(case: Case) -> Cost:
     """The peak of what autograd holds. Chunks of one tower run one after the other, the last of every tower together,
     of a vision-language model one with pictures and one without; without chunks all columns' graphs are alive at once.
     """
     of_tower: dict[tuple[str, bool], Cost] = {}
-    cut = is_chunked(work, settings)
+    cut, settings = case.is_chunked, case.settings
+    work = case.work if case.strategy.is_deepspeed else case.work.packed  # DeepSpeed's chunks are padded always
     for column in work.columns:
-        cost = work.work(column, cast, parts)
-        if encodes_once(work, settings):
+        cost = work.work(column, case.cast, case.parts)
+        if case.encodes_once:
             _hold_features(of_tower, column, cost, work, settings)
             continue
         rows = work.held_rows(column, settings.chunk_rows) if cut else column.rows
@@ -406,16 +422,6 @@ def _hold_features(
     # alone on the device before there is a graph
     forward = 0.0 if work.reads_features else _without_graph(column, rows, cost, work, settings)
     of_tower[EVERY] = Cost(saved, before.casts, max(0.0, max(before.activations, forward) - saved))
-
-
-def is_chunked(work: Workload, settings: Settings) -> bool:
-    """Whether the batch goes through in chunks: the run has a gradient cache, or the settings give it one."""
-    return work.is_cached or settings.chunk_rows is not None
-
-
-def encodes_once(work: Workload, settings: Settings) -> bool:
-    """Whether a frozen backbone runs once per step, or never, and the projection goes on from its pooled vectors."""
-    return work.reads_features or (work.has_frozen_backbone and is_chunked(work, settings))
 
 
 def loss_bytes(work: Workload, world: int) -> float:

@@ -23,6 +23,7 @@ from hf_dist_ext.planner.catalog import PIPELINE_PRESETS, Hardware, PipelineShap
 from hf_dist_ext.planner.forward import TEMPORARY_VALUES, TEMPORARY_VALUES_CHECKPOINTED, Forward, Layer
 from hf_dist_ext.planner.memory import (
     Bytes,
+    Case,
     Model,
     ParameterSums,
     Settings,
@@ -368,9 +369,10 @@ class Staged:
         }
 
 
-def staged(work: Workload, strategy: StrategySpec, hardware: Hardware, settings: Settings) -> Staged:
-    assert strategy.pipeline is not None
-    return Staged(work, strategy.pipeline, settings, hardware.num_devices // strategy.pipeline.devices)
+def staged(case: Case) -> Staged:
+    pipeline = case.strategy.pipeline
+    assert pipeline is not None
+    return Staged(case.work, pipeline, case.settings, case.hardware.num_devices // pipeline.devices)
 
 
 def _and_before(own: Sequence[int]) -> list[int]:
@@ -378,23 +380,22 @@ def _and_before(own: Sequence[int]) -> list[int]:
     return [stage for stage in (min(own) - 1, *own) if stage >= 0]
 
 
-def estimate(work: Workload, strategy: StrategySpec, hardware: Hardware, settings: Settings) -> Bytes:
+def estimate(case: Case) -> Bytes:
     """Of the rank that needs most."""
-    ranks = staged(work, strategy, hardware, settings).ranks
-    return max((rank.needed for rank in ranks), key=lambda needed: needed.total)
+    return max((rank.needed for rank in staged(case).ranks), key=lambda needed: needed.total)
 
 
-def traffic(work: Workload, strategy: StrategySpec, hardware: Hardware, settings: Settings) -> Traffic:
+def traffic(case: Case) -> Traffic:
     """Of one optimizer step, and of the device that does most of each. Arithmetic takes longer by what ranks wait."""
-    one, sums, (inside, across) = staged(work, strategy, hardware, settings), Traffic(), links_of(hardware)
-    pipeline = one.pipeline
+    one, sums, hardware = staged(case), Traffic(), case.hardware
+    pipeline, (inside, across) = one.pipeline, links_of(hardware)
     is_inside = pipeline.devices <= hardware.per_node
     sums.send("send", *one.most_messages, pipeline.ranks, inside if is_inside else across)
     if pipeline.parts > 1:
         layers = max(sum(one.layers[stage] for stage in own) for own in pipeline.stages_of_ranks)
-        sums.send("all_reduce", *inside_layers(work, settings, layers), pipeline.parts, inside)
+        sums.send("all_reduce", *inside_layers(case, layers), pipeline.parts, inside)
     one.send_to_copies(sums, hardware)
-    sums.send_embeddings(work, one.copies, between_copies(hardware, pipeline.devices))
+    sums.send_embeddings(case.work, one.copies, between_copies(hardware, pipeline.devices))
     sums.arithmetic = max(map(one.operations, pipeline.stages_of_ranks))
-    sums.arithmetic_seconds = sums.arithmetic / speed(hardware, work.compute_bytes) / (1 - one.bubble_share)
+    sums.arithmetic_seconds = sums.arithmetic / speed(hardware, case.work.compute_bytes) / (1 - one.bubble_share)
     return sums

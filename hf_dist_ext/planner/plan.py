@@ -16,7 +16,7 @@ from typing import Any
 from hf_dist_ext.planner import memory, pipelines
 from hf_dist_ext.planner import traffic as on_links
 from hf_dist_ext.planner.catalog import Hardware, StrategySpec
-from hf_dist_ext.planner.memory import Bytes, Case, is_chunked, model_of
+from hf_dist_ext.planner.memory import Bytes, Case, model_of
 from hf_dist_ext.planner.pipelines import Staged
 from hf_dist_ext.planner.traffic import Traffic
 from hf_dist_ext.planner.workload import Workload
@@ -33,12 +33,12 @@ class Estimate(Case):
     @functools.cached_property
     def needed(self) -> Bytes:
         owner = pipelines if self.strategy.pipeline else memory
-        return owner.estimate(self.work, self.strategy, self.hardware, self.settings)
+        return owner.estimate(self)
 
     @functools.cached_property
     def traffic(self) -> Traffic:
         owner = pipelines if self.strategy.pipeline else on_links
-        return owner.traffic(self.work, self.strategy, self.hardware, self.settings)
+        return owner.traffic(self)
 
     @property
     def turns(self) -> int:
@@ -49,10 +49,7 @@ class Estimate(Case):
     @functools.cached_property
     def seconds(self) -> float:
         """Of so many steps. Arithmetic takes longer in small chunks."""
-        work, rows = self.work, self.work.batch
-        if is_chunked(work, self.settings):
-            rows = work.rows_of_chunk(work.longest_column, self.settings.chunk_rows)
-        waiting = 1 + self.hardware.half_speed_tokens / (rows * work.longest)
+        waiting = 1 + self.hardware.half_speed_tokens / (self.rows_at_once * self.work.longest)
         return (self.traffic.seconds + self.traffic.arithmetic_seconds * waiting) * self.turns
 
     @property
@@ -78,7 +75,7 @@ class Option:
     def add_pipeline(self) -> None:
         """Its figures with the settings that fit, else as the run stands."""
         one = self.fitted or self.given
-        self.pipeline = pipelines.staged(self.given.work, one.strategy, one.hardware, one.settings)
+        self.pipeline = pipelines.staged(replace(one, work=self.given.work))
 
     @property
     def strategy(self) -> StrategySpec:

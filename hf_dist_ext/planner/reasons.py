@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_dist_ext import policy
 from hf_dist_ext.planner.catalog import GIB, TENSOR_PARALLEL_GROUP
-from hf_dist_ext.planner.memory import SPARSE, is_chunked, model_of
+from hf_dist_ext.planner.memory import SPARSE, model_of
 from hf_dist_ext.planner.plan import Option, Plan
 
 MUCH_WAITING = 0.1  # of the time
@@ -286,12 +286,7 @@ def _activations(plan: Plan, best: Option) -> str:
     work, fitted, shown = plan.work, best.fitted, best.shown
     assert fitted is not None
     settings, batch = fitted.settings, fitted.work.batch
-    longest = work.longest
-    if is_chunked(work, settings):
-        rows = work.rows_of_chunk(work.longest_column, settings.chunk_rows)
-        what = f"a chunk of {count_with(rows, 'row')} of {longest} tokens"
-    else:
-        what = f"{count_with(batch, 'row')} of {longest} tokens"
+    what = "a chunk of " * fitted.is_chunked + f"{count_with(fitted.rows_at_once, 'row')} of {work.longest} tokens"
     with_it, without = best.activations(True), best.activations(False)
     other = ""
     if settings.chunk_rows is None and batch == work.batch:

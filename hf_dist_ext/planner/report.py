@@ -12,9 +12,9 @@ from typing import Any
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.catalog import GIB
 from hf_dist_ext.planner.devices import CARDS
-from hf_dist_ext.planner.memory import Settings, is_chunked, model_of
+from hf_dist_ext.planner.memory import model_of
 from hf_dist_ext.planner.pipelines import Staged
-from hf_dist_ext.planner.plan import MOST_ROWS, Option, Plan, changes_to_fit
+from hf_dist_ext.planner.plan import MOST_ROWS, Plan, changes_to_fit
 from hf_dist_ext.planner.reasons import count_of, count_with, few, gib, in_json
 from hf_dist_ext.planner.traffic import BANDWIDTH, speed
 
@@ -77,7 +77,7 @@ def _print_table(plan: Plan) -> None:
             ("> " if option is plan.best else "  ") + option.strategy.name,
             *(f"{size / GIB:.2f}" for size in shown),
             "yes" if option.fits else "no" if option.fitted is None else "changed",
-            _chunk(plan, option),
+            str((option.fitted or option.given).rows_at_once),
             f"{option.sent.bytes / GIB:.2f}",
             "-" if option.fitted is None else seconds_of(option.seconds),
             in_json(changes_to_fit(plan, option)),
@@ -149,14 +149,6 @@ def pipeline_line(found: Staged, name: str) -> str:
         f"{few(rank.needed.total / GIB for rank in ranks)}; waits {found.bubble_share:.1%}; "
         f"{gib(found.most_messages[1])} between stages, {gib(found.reduced)} of gradients"
     )
-
-
-def _chunk(plan: Plan, option: Option) -> str:
-    """Rows of the longest column at once."""
-    settings = option.fitted.settings if option.fitted else Settings()
-    if not is_chunked(plan.work, settings):
-        return str((option.fitted or option.given).work.batch)
-    return str(plan.work.rows_of_chunk(plan.work.longest_column, settings.chunk_rows))
 
 
 def _time(plan: Plan) -> str:

@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hf_dist_ext.planner.catalog import NETWORK, Hardware, StrategySpec
+from hf_dist_ext.planner.catalog import NETWORK, Hardware
 from hf_dist_ext.planner.devices import CARDS
-from hf_dist_ext.planner.memory import Case, Settings, encodes_once, is_chunked, sent_by_hook
+from hf_dist_ext.planner.memory import Case, sent_by_hook
 from hf_dist_ext.planner.workload import Workload
 
 # Bytes per second that a device sends inside a machine, well below the data sheets; what a machine sends to others is
@@ -95,15 +95,15 @@ class Traffic:
         }
 
 
-def traffic(work: Workload, strategy: StrategySpec, hardware: Hardware, settings: Settings) -> Traffic:
+def traffic(case: Case) -> Traffic:
     """Collectives, bytes and seconds of one optimizer step."""
-    case, sums = Case(work, strategy, hardware, settings), Traffic()
+    work, strategy, hardware, sums = case.work, case.strategy, case.hardware, Traffic()
     parts, shards, whole, send = case.parts, case.shards, case.model.whole, sums.send
     world = 1 if strategy.name == "single" else hardware.num_devices // parts
     inside, across = links_of(hardware)
     computes_in, hook = work.compute_bytes, work.given.get("ddp_comm_hook")
     if parts > 1:
-        send("all_reduce", *inside_layers(work, settings, len(case.model.layers)), parts, inside)
+        send("all_reduce", *inside_layers(case, len(case.model.layers)), parts, inside)
     if not strategy.shards:
         sent = sent_by_hook(work, hook)
         kind, size = ("all_gather", sent * world) if hook == "top_k" else ("all_reduce", sent)
@@ -126,7 +126,7 @@ def traffic(work: Workload, strategy: StrategySpec, hardware: Hardware, settings
     if strategy.offloads:
         moved = whole.elements * computes_in / shards * case.num_chunks + whole.trained * 4 / shards
         sums.seconds += moved / HOST_BANDWIDTH + whole.trained / shards / HOST_OPTIMIZER
-    sums.arithmetic = arithmetic(work, settings, parts)
+    sums.arithmetic = arithmetic(case)
     sums.arithmetic_seconds = sums.arithmetic / speed(hardware, computes_in)
     return sums
 
@@ -161,12 +161,12 @@ def _sharded(case: Case) -> tuple[Sent, Sent]:
     root, *layers = map(case.whole_bytes, (model.root, *model.layers))
     num_gathered, size = sum(1 for layer in layers if layer), sum(layers)
     num_reduced = sum(1 for unit in [*model.layers, model.root] if unit.trained)
-    passes = 3 if is_chunked(work, case.settings) else 2  # the root stays whole from a forward to its backward
+    passes = 3 if case.is_chunked else 2  # the root stays whole from a forward to its backward
     runs = backwards = case.num_chunks * work.accumulation
     if case.strategy.keeps_whole:  # only our step keeps them over micro-batches
         passes, runs = 1, 1 if work.is_embedding else work.accumulation
         backwards = runs
-    elif encodes_once(work, case.settings):  # the projection alone has a backward, once
+    elif case.encodes_once:  # the projection alone has a backward, once
         passes, backwards = 0 if work.reads_features else 1, work.accumulation
     if case.reduces_once:  # ZeRO-3
         backwards = 1
@@ -174,22 +174,23 @@ def _sharded(case: Case) -> tuple[Sent, Sent]:
     return gathers, (backwards * num_reduced, backwards * case.reduced_bytes(model.whole))
 
 
-def inside_layers(work: Workload, settings: Settings, num_layers: int) -> Sent:
+def inside_layers(case: Case, num_layers: int) -> Sent:
     """All-reduces of activations under tensor parallelism: two per layer and forward, and as many per backward."""
+    work = case.work
     width = (work.config.get("text_config") or work.config)["hidden_size"]
-    passes = (3 if is_chunked(work, settings) else 2) + settings.is_checkpointed
+    passes = (3 if case.is_chunked else 2) + case.settings.is_checkpointed
     times = 2 * num_layers * passes * work.accumulation
     size = sum(column.rows * column.length for column in work.columns) * width * work.compute_bytes
-    return times * work.num_chunks(settings.chunk_rows), times * size
+    return times * work.num_chunks(case.settings.chunk_rows), times * size
 
 
-def arithmetic(work: Workload, settings: Settings, parts: int = 1) -> float:
+def arithmetic(case: Case) -> float:
     """Floating-point operations of one device's step: forwards, backward, and what is computed again."""
-    total = 0.0
+    work, total = case.work, 0.0
     for column in work.columns:
-        cost = work.work(column, "nothing", parts)
-        runs_again = cost.backward > 0 and not encodes_once(work, settings)
-        forwards = 1 + (is_chunked(work, settings) + settings.is_checkpointed) * runs_again
+        cost = work.work(column, "nothing", case.parts)
+        runs_again = cost.backward > 0 and not case.encodes_once
+        forwards = 1 + (case.is_chunked + case.settings.is_checkpointed) * runs_again
         usual = column.rows * column.usual / column.length  # rows of the greatest length
         total += 2 * usual * work.accumulation * (forwards * cost.forward + cost.backward)
     return total

@@ -153,16 +153,16 @@ def shape_of(case: dict, run) -> dict:
 
 
 def predict(case: dict, run, strategy: str, world: int) -> dict[str, float]:
-    work = replace(workload_of(run, shape_of(case, run)), mask_bytes=0)  # a CPU's masks are of the values' own type
+    work = replace(workload_of(run, shape_of(case, run)), mask_bytes=0, packs=False)  # as on a CPU
     found = trace.shape(run, work)
     work = replace(work, found=found, embedding_dim=found["embedding_dim"])
-    hardware = catalog.Hardware(world)
     settings = memory.Settings(is_checkpointed=work.is_checkpointed)
     chosen = next(one for one in catalog.STRATEGIES if one.name == strategy)
-    found = memory.estimate(work, chosen, hardware, settings)
+    case = memory.Case(work, chosen, catalog.Hardware(world), settings)
+    found = memory.estimate(case)
     sharded = "w" in chosen.shards
     whole = memory.model_of(work).whole
-    held = memory.held(work, settings, memory.cast_by(chosen, work))
+    held = memory.held(case)
     stored = whole.frozen_stored + whole.trained_stored
     return {
         "parameters": stored / (world if sharded else 1),

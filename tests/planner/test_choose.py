@@ -14,7 +14,7 @@ from hf_dist_ext.planner import auto, devices
 from hf_dist_ext.planner.catalog import GIB, MARGIN, STRATEGIES, Hardware
 from hf_dist_ext.planner.choose import LORA, make_plan, plan_workload
 from hf_dist_ext.planner.devices import CARDS, card_of, hardware_of
-from hf_dist_ext.planner.memory import Settings, estimate, held, model_of
+from hf_dist_ext.planner.memory import Case, Settings, estimate, held, model_of
 from hf_dist_ext.planner.plan import _without, changes_for
 from hf_dist_ext.planner.reasons import gib
 from hf_dist_ext.planner.report import duration
@@ -77,7 +77,7 @@ def option(plan, name):
 
 
 def bytes_of(run, name, devices=1, **settings):
-    return estimate(workload(run), strategy(name), Hardware(devices), Settings(**settings))
+    return estimate(Case(workload(run), strategy(name), Hardware(devices), Settings(**settings)))
 
 
 def test_every_strategy_names_a_preset_of_ours_or_says_that_there_is_none(make_run):
@@ -239,10 +239,10 @@ def test_a_base_in_4_bits_is_counted_as_it_is_stored_and_never_sharded(make_run)
         assert after[name].elements == numbers
         assert after[name].item * numbers == pytest.approx(numbers * (1 / 2 + 1 / 64 + 4 / 64 / 256), abs=4 + 64)
     largest = max(before[name].elements for name in changed)
-    single = estimate(packed, strategy("single"), Hardware(1), Settings())
+    single = estimate(Case(packed, strategy("single"), Hardware(1)))
     stored = sum(one.elements * one.item for one in after.values() if not one.trains)
-    assert single.weights == pytest.approx(stored + 2 * largest + held(packed, Settings()).casts)
-    assert held(packed, Settings()).casts < held(plain, Settings()).casts / 20  # those of adapters alone
+    assert single.weights == pytest.approx(stored + 2 * largest + held(Case(packed)).casts)
+    assert held(Case(packed)).casts < held(Case(plain)).casts / 20  # those of adapters alone
     plan = plan_workload(packed, Hardware(4, 80 * GIB))
     assert {one.strategy.name for one in plan.options if not one.why_not} == {"DDP"}
     assert option(plan, "FSDP speed").why_not == "load_in_4bit keeps the base whole in every process"
@@ -293,8 +293,7 @@ def test_zero_keeps_whole_gradients_between_the_backwards_of_an_update_or_reduce
         kept, shared = bytes_of(speed, name, 4), bytes_of(memory, name, 4)
         assert kept.gradients == 4 * shared.gradients
         once, often = (
-            traffic(workload(run), strategy(name), Hardware(4), Settings()).collectives["reduce_scatter"]
-            - 1  # the loss's
+            traffic(Case(workload(run), strategy(name), Hardware(4))).collectives["reduce_scatter"] - 1  # the loss's
             for run in (speed, memory)
         )
         assert often == chunks * once
@@ -308,7 +307,7 @@ def test_collectives_are_those_counted_on_real_processes(make_run):
     model = {"model_type": "bert", "num_hidden_layers": 3}
     run = make_run(model, per_device_train_batch_size=48, gradient_cache_chunk_size=16)
     of = {
-        name: traffic(workload(run), strategy(name), Hardware(2), Settings()).collectives
+        name: traffic(Case(workload(run), strategy(name), Hardware(2))).collectives
         for name in ("DDP", "FSDP speed", "FSDP memory")
     }
     loss = {"all_gather": 3, "reduce_scatter": 1}
@@ -422,7 +421,7 @@ def test_machines_share_their_network_whatever_the_strategy(make_run):
     quick, slow = (Hardware(16, 80 * GIB, 2, network=rate) for rate in (1e15, 3e9))
     waits = {}
     for name in ("DDP", "HSDP"):
-        seconds = [traffic(work, strategy(name), machines, Settings()).seconds for machines in (quick, slow)]
+        seconds = [traffic(Case(work, strategy(name), machines)).seconds for machines in (quick, slow)]
         waits[name] = seconds[1] - seconds[0]
     assert waits["DDP"] > 0.1 and waits["HSDP"] == pytest.approx(waits["DDP"], rel=0.01)
 
@@ -633,7 +632,7 @@ def test_the_least_that_is_named_is_the_least(make_run):
     work = workload(make_run(DECODER, per_device_train_batch_size=64, gradient_cache_chunk_size=16, bf16=True))
     plan = plan_workload(work, Hardware(1, 4 * GIB, given_host_bytes=1))
     tried = [
-        estimate(variant, strategy("single"), plan.hardware, Settings(rows, is_checkpointed)).total
+        estimate(Case(variant, strategy("single"), plan.hardware, Settings(rows, is_checkpointed))).total
         for variant in (work, replace(work, optimizer="adamw_torch_8bit"))
         for rows in (1, 2, 3, 16, 64)
         for is_checkpointed in (False, True)
@@ -691,7 +690,7 @@ def test_a_run_on_the_cpu_is_compared_with_what_this_cpu_reaches(make_run, capsy
     cli.main(["plan", "--compare", str(tmp_path), "--json"])
     found = json.loads(capsys.readouterr().out)
     run = make_run(per_device_train_batch_size=16, gradient_cache_chunk_size=4)
-    needed = traffic(workload(run), strategy("single"), Hardware(), Settings()).arithmetic
+    needed = traffic(Case(workload(run))).arithmetic
     assert found["predicted"]["seconds_per_step"] == pytest.approx(needed / 2e10)  # no waiting of an accelerator
     assert found["arithmetic_per_second"] == pytest.approx(needed / 2)
     cli.main(["plan", "run.json", "--device", "cpu", "--num_devices", "2"])
@@ -727,7 +726,7 @@ def test_the_arithmetic_of_this_cpu_is_measured(make_run):
 def test_the_largest_chunk_and_batch_fit_and_hardly_larger_ones_do_not(make_run):
     work = workload(make_run(per_device_train_batch_size=8192, gradient_cache_chunk_size=16, bf16=True))
     plan = plan_workload(work, Hardware(2, 24 * GIB))
-    needed = lambda work, **more: estimate(work, strategy("DDP"), plan.hardware, Settings(**more)).total  # noqa: E731
+    needed = lambda work, **more: estimate(Case(work, strategy("DDP"), plan.hardware, Settings(**more))).total  # noqa: E731
     for larger, fits in ((1, True), (1.04, False)):
         rows = round(larger * plan.most.chunk_rows)
         assert (needed(work, chunk_rows=rows) <= plan.hardware.usable) == fits and 16 < rows < 8192

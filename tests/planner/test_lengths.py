@@ -13,7 +13,7 @@ from sentence_transformers import SentenceTransformer
 from hf_dist_ext.data.sentence_collator import SentenceCollator
 from hf_dist_ext.planner import lengths, local_files
 from hf_dist_ext.planner.from_run import workload_of
-from hf_dist_ext.planner.memory import Settings
+from hf_dist_ext.planner.memory import Case
 from hf_dist_ext.planner.traced import config_of, traced
 from hf_dist_ext.planner.traffic import arithmetic
 from tests.parity.memory_table import CLIP, SIGLIP
@@ -84,7 +84,7 @@ def test_a_sample_leaves_room_for_longer_rows(make_run, folder, monkeypatch):  #
     work = traced(run)
     costs = [(one.tokens / one.length, work.work(one)) for one in found.values()]
     computed = sum(share * 2 * 4 * (cost.forward + cost.backward) for share, cost in costs)
-    assert max(share for share, _ in costs) < 1 and arithmetic(work, Settings()) == pytest.approx(computed)
+    assert max(share for share, _ in costs) < 1 and arithmetic(Case(work)) == pytest.approx(computed)
     for count in (60, 100):  # 100: every second row is read
         monkeypatch.setattr(lengths, "ROWS", count)
         sampled, _ = columns(run)

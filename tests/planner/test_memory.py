@@ -99,7 +99,7 @@ def test_a_packed_chunk_holds_what_was_predicted(small_run, config):
     with peak_bytes(torch.device("cpu"), [*model.parameters(), *model.buffers(), *rows.values()]) as peak:
         embed(model, **features).sum().backward()
     joined = 4 * 300 * 64 * 4  # of each layer: a CPU attends length by length, and lays the results end to end
-    found, packed, padded = peak() - joined, held(work.packed, Settings()), held(work, Settings())
+    found, packed, padded = peak() - joined, held(Case(work)), held(Case(replace(work, packs=False)))
     assert chunk.num_tokens == 300 and found > 2**20
     assert packed.saved == pytest.approx(found, rel=0.03) and padded.saved < 0.8 * found, "two rows of 104 tokens"
 
@@ -124,10 +124,8 @@ def test_chunks_are_counted_packed_where_an_accelerator_gets_them_packed(small_r
     run = small_run(model, **fields)
     work = traced(run)
     assert work.packs == is_packed and any("chunks are packed" in note for note in work.notes) == is_packed
-    of_each = {one.name: estimate(work, one, Hardware(2), Settings()).activations for one in STRATEGIES}
-    padded = {
-        one.name: estimate(replace(work, packs=False), one, Hardware(2), Settings()).activations for one in STRATEGIES
-    }
+    of_each = {one.name: estimate(Case(work, one, Hardware(2))).activations for one in STRATEGIES}
+    padded = {one.name: estimate(Case(replace(work, packs=False), one, Hardware(2))).activations for one in STRATEGIES}
     differ = {name for name in of_each if of_each[name] != padded[name]}
     assert differ == ({one.name for one in STRATEGIES if not one.is_deepspeed} if is_packed else set())
 
@@ -182,7 +180,7 @@ def test_parameters_that_no_gradient_reaches_are_those_of_a_real_backward(small_
     assert any(f"layers.{depth - 1}." in name for name in without) == (read == -2)
     assert not any(f"layers.{depth - 2}." in name for name in without)
     unused = sum(one.numel() for name, one in model.named_parameters() if name in without)
-    of = {one.name: estimate(work, one, Hardware(2), Settings()) for one in STRATEGIES}
+    of = {one.name: estimate(Case(work, one, Hardware(2))) for one in STRATEGIES}
     assert of["DDP"].gradients - of["single"].gradients == 4 * unused  # DDP gives them zeros
     assert of["DDP"].optimizer - of["single"].optimizer == 8 * unused
     assert of["ZeRO-3"].optimizer - of["FSDP memory"].optimizer == 4 * unused

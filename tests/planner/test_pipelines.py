@@ -14,7 +14,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner import auto, pipelines
 from hf_dist_ext.planner.catalog import GIB, PIPELINE_PRESETS, Hardware, PipelineShape
 from hf_dist_ext.planner.choose import make_plan
-from hf_dist_ext.planner.memory import Settings, model_of
+from hf_dist_ext.planner.memory import Case, Settings, model_of
 from hf_dist_ext.run.presets import presets
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import plans, schedules, stages
@@ -301,7 +301,7 @@ def test_layers_split_inside_a_machine_and_stages_over_it(make_run):  # noqa: F8
     four = strategy_of(work, hardware, parts=4)
     assert four.name == "TP 4 x PP 2 x DP 8" and four.preset == "multi_gpu_3d"
     whole, split = (
-        pipelines.estimate(work, strategy_of(work, hardware, parts=parts), hardware, Settings()) for parts in (1, 4)
+        pipelines.estimate(Case(work, strategy_of(work, hardware, parts=parts), hardware)) for parts in (1, 4)
     )
     words = 4 * 151936 * 2048
     assert split.gradients - words == pytest.approx((whole.gradients - words) / 4, rel=0.01)  # words are whole
@@ -314,7 +314,7 @@ def test_layers_split_inside_a_machine_and_stages_over_it(make_run):  # noqa: F8
         for side in ("lora_A", "lora_B"):
             name = next(name for name in whole if name.endswith(f"0.self_attn.{layer}.{side}.weight"))
             assert whole[name].elements == (4 if side == divided else 1) * split[name].elements
-    sent = pipelines.traffic(work, four, hardware, Settings())
+    sent = pipelines.traffic(Case(work, four, hardware))
     assert sent.collectives["all_reduce"] > 100
 
 

@@ -10,7 +10,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.catalog import GIB, TENSOR_PARALLEL_GROUP, Hardware, adapted
 from hf_dist_ext.planner.choose import make_plan, plan_workload
 from hf_dist_ext.planner.local_files import config_file
-from hf_dist_ext.planner.memory import Settings, estimate, loss_bytes, model_of
+from hf_dist_ext.planner.memory import Case, estimate, loss_bytes, model_of
 from hf_dist_ext.planner.plan import _without
 from hf_dist_ext.planner.traffic import arithmetic, traffic
 from hf_dist_ext.run.presets import find_preset, load_preset
@@ -26,7 +26,7 @@ def names(plan, **only):
 
 
 def units(run, name="FSDP memory", devices=FOUR):
-    return traffic(workload(run), strategy(name), devices, Settings()).collectives
+    return traffic(Case(workload(run), strategy(name), devices)).collectives
 
 
 @pytest.mark.parametrize("fields, length", [({}, 264), ({"torch_compile": True}, 320)])
@@ -82,7 +82,7 @@ def test_layers_below_min_num_params_are_no_units(make_run):  # noqa: F811
 
 def test_a_wider_reduction_sends_twice_as_much(make_run):  # noqa: F811
     half, full = (make_run(DECODER, **LARGE, **more) for more in ({"reduce_dtype": "bfloat16"}, {}))
-    sent = [traffic(workload(run), strategy("FSDP speed"), FOUR, Settings()).bytes for run in (half, full)]
+    sent = [traffic(Case(workload(run), strategy("FSDP speed"), FOUR)).bytes for run in (half, full)]
     trained = model_of(workload(half)).whole.trained
     assert sent[1] - sent[0] == pytest.approx(trained * 2 * 3 / 4, rel=1e-6)
     narrow, wide = (bytes_of(run, "FSDP speed", 4) for run in (half, full))
@@ -115,7 +115,7 @@ def test_compression_is_pointless_where_the_reduction_hides_behind_arithmetic(ma
 def test_a_hook_sends_less_and_power_sgd_keeps_what_it_left_out(make_run):  # noqa: F811
     def ddp(**fields):
         run = make_run(**fields)
-        return traffic(workload(run), strategy("DDP"), FOUR, Settings()), bytes_of(run, "DDP", 4)
+        return traffic(Case(workload(run), strategy("DDP"), FOUR)), bytes_of(run, "DDP", 4)
 
     (whole, plain), (half, _), (low, kept) = ddp(), ddp(ddp_comm_hook="fp16"), ddp(ddp_comm_hook="power_sgd")
     gradients = model_of(workload(make_run())).whole.trained_stored
@@ -127,7 +127,7 @@ def test_a_hook_sends_less_and_power_sgd_keeps_what_it_left_out(make_run):  # no
 def test_top_k_is_gathered_so_that_what_travels_grows_with_the_devices(make_run, hook, shares):  # noqa: F811
     work = workload(make_run(ddp_comm_hook=hook, ddp_compression_ratio=0.05))
     for devices, share in zip((4, 32), shares, strict=True):  # top_k: 8 bytes for 4, from W devices instead of twice
-        sent = traffic(work, strategy("DDP"), Hardware(devices, 80 * GIB, 1, "ethernet"), Settings())
+        sent = traffic(Case(work, strategy("DDP"), Hardware(devices, 80 * GIB, 1, "ethernet")))
         assert sent.compressed_seconds / sent.reduction_seconds == pytest.approx(share, rel=0.05)
     kept = bytes_of(make_run(ddp_comm_hook=hook), "DDP", 4).buffers - bytes_of(make_run(), "DDP", 4).buffers
     assert kept > 1.009 * model_of(work).whole.trained_stored  # what is left out, and what is sent
@@ -143,7 +143,7 @@ def test_frozen_parts_are_whole_under_fsdp_where_training_leaves_them_so(make_ru
         work = workload(make_run(**FROZEN, **fields))
         devices = Hardware(4, memory_gib * GIB)
         chosen = adapted(strategy("FSDP memory"), work, devices)
-        return chosen.replicates_frozen, estimate(work, chosen, devices, Settings()).weights
+        return chosen.replicates_frozen, estimate(Case(work, chosen, devices)).weights
 
     size = 4 * model_of(workload(make_run())).whole.elements
     assert weights(80) == weights(1, frozen_parts_fsdp="replicate")
@@ -165,12 +165,12 @@ def test_a_frozen_backbone_is_encoded_once_and_a_stored_one_not_at_all(make_run)
     all_trains = workload(make_run(**{**given, "trainable_modules": None}))
     rows = sum(column.rows for column in once.columns)
     projection = 2 * rows * 64 * 768 * 2  # forward, and the backward of its weight
-    assert arithmetic(stored, Settings()) == pytest.approx(projection)
-    assert arithmetic(once, Settings()) == pytest.approx(0.25 * arithmetic(all_trains, Settings()), rel=0.01)
+    assert arithmetic(Case(stored)) == pytest.approx(projection)
+    assert arithmetic(Case(once)) == pytest.approx(0.25 * arithmetic(Case(all_trains)), rel=0.01)
     assert units(make_run(**given))["reduce_scatter"] == 2  # the projection's, and that of the loss
-    few, none = (estimate(work, strategy("single"), Hardware(), Settings()).activations for work in (once, stored))
+    few, none = (estimate(Case(work)).activations for work in (once, stored))
     assert 0 < none < few and none == pytest.approx(rows * 4 * (768 + 2 * 64 + 2), rel=0.01)
-    assert estimate(stored, strategy("single"), Hardware(), Settings()).weights > 4e8  # they stay where they were
+    assert estimate(Case(stored)).weights > 4e8  # they stay where they were
 
 
 # ---- adapters ----
@@ -286,7 +286,7 @@ def test_where_candidates_go_round_the_plan_counts_their_blocks(make_run):  # no
     def loss_and_traffic(**more):
         work = workload(make_run(model, **fields, **more))
         assert work.embedding_dim == 1024
-        return loss_bytes(work, 4), traffic(work, strategy("DDP"), Hardware(4), Settings())
+        return loss_bytes(work, 4), traffic(Case(work, strategy("DDP"), Hardware(4)))
 
     of_ring, sent = loss_and_traffic()
     of_batch = 4 * 1024 * 2 * rows

@@ -12,7 +12,7 @@ from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.planner.from_run import workload_of
-from hf_dist_ext.planner.memory import Settings, held, model_of
+from hf_dist_ext.planner.memory import Case, Settings, held, model_of
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace
 from hf_dist_ext.tasks.adapters import adapt, quantization_of
@@ -35,7 +35,7 @@ def run_file(tmp_path):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("--use_lora", "false"), "weights in 4 bits do not train"),
+        (("--use_lora", "false"), "load_in_4bit=true has no effect without use_lora"),
         (("--save_full_model", "true"), "load_in_4bit does not go with save_full_model"),
         (("--trainable_modules", ".*projection"), "load_in_4bit does not go with trainable_modules"),
         ((), "load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes"),
@@ -85,7 +85,7 @@ def test_a_plan_counts_what_is_stored_and_kept(run_file):
     features = {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) > 0).long().expand(ids.shape)}
     with peak_bytes(torch.device("cpu"), [*weights, *model.buffers(), *features.values()]) as peak:
         (embed(model, **features) * torch.ones(())).sum()
-    needed = held(work, Settings(chunk_rows=work.batch))
+    needed = held(Case(work, settings=Settings(chunk_rows=work.batch)))
     assert needed.total == pytest.approx(peak(), rel=0.01) and peak() > 2**18
 
 
