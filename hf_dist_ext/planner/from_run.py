@@ -171,7 +171,8 @@ def _sees_all_rows(part: RunConfig) -> bool:
 
 def _exchange(parts: Sequence[RunConfig]) -> str:
     """How candidates meet: "gather" where one of the losses knows no other way."""
-    of_losses = {"infonce": lambda part: part.cross_device_exchange}
-    of_losses["siglip"] = lambda part: (part.loss_options or {}).get("cross_device_exchange", "auto")
-    found = {of_losses[part.loss](part) if part.loss in of_losses else "gather" for part in parts}
+    found = set()
+    for part in parts:
+        of_siglip = (part.loss_options or {}).get("cross_device_exchange", "auto")
+        found.add({"infonce": part.cross_device_exchange, "siglip": of_siglip}.get(part.loss or "", "gather"))
     return next((name for name in ("gather", "auto") if name in found), "ring")

@@ -70,7 +70,7 @@ def candidates(work: Workload, hardware: Hardware) -> list[StrategySpec]:
     for ranks in [asked] if asked > 1 else sizes:
         for parts in (1, *(size for size in sizes if size <= MOST_PARTS and splits_layers(work, hardware, size))):
             pipeline = _pipeline(work, ranks, parts)
-            if devices % pipeline.devices == 0 and _can_be_cut(work, pipeline):
+            if devices % pipeline.devices == 0 and not _why_not_cut(work, pipeline):
                 found.append(_strategy(pipeline, devices // pipeline.devices))
     return found
 
@@ -84,12 +84,7 @@ def why_not_dealt(work: Workload, hardware: Hardware) -> str:
         return "a pipeline can not be made of towers"
     if work.leaves_tokens:
         return "a pipeline can not be made of a model that gives a vector of every token"
-    pipeline = _pipeline(work, asked, parts=1)
-    split, stages = pipeline.split, len(pipeline.places)
-    if split is not None and len(split) != stages - 1:
-        return f"pipeline_split={list(split)} has {len(split)} numbers, {stages} stages need {stages - 1}"
-    cut = "" if split is None else f" cut at {list(split)} (pipeline_split)"
-    return f"{num_layers(work)} layers{cut} do not make {stages} stages of at least one layer each"
+    return _why_not_cut(work, _pipeline(work, asked, parts=1))
 
 
 def _pipeline(work: Workload, ranks: int, parts: int) -> PipelineShape:
@@ -105,10 +100,15 @@ def _pipeline(work: Workload, ranks: int, parts: int) -> PipelineShape:
     )
 
 
-def _can_be_cut(work: Workload, pipeline: PipelineShape) -> bool:
-    if pipeline.split is not None and len(pipeline.split) != len(pipeline.places) - 1:
-        return False
-    return len(pipeline.places) <= num_layers(work) and all(count > 0 for count in layers_of(work, pipeline))
+def _why_not_cut(work: Workload, pipeline: PipelineShape) -> str:
+    """ "" where every stage gets a layer."""
+    split, stages = pipeline.split, len(pipeline.places)
+    if split is not None and len(split) != stages - 1:
+        return f"pipeline_split={list(split)} has {len(split)} numbers, {stages} stages need {stages - 1}"
+    if stages <= num_layers(work) and min(layers_of(work, pipeline)) > 0:
+        return ""
+    at = "" if split is None else f" cut at {list(split)} (pipeline_split)"
+    return f"{num_layers(work)} layers{at} do not make {stages} stages of at least one layer each"
 
 
 def _strategy(pipeline: PipelineShape, copies: int) -> StrategySpec:

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.catalog import GIB
@@ -21,7 +20,6 @@ from hf_dist_ext.planner.traffic import BANDWIDTH, speed
 PARTS = ("weights", "master_weights", "gradients", "optimizer", "activations", "embeddings", "buffers", "framework")
 MAIN_REASONS = 3
 CUT_AT = 2.0  # devices' memories, where a picture's bars end
-FADED = 0.4  # what does not fit
 COLUMNS = ["masters" if part == "master_weights" else part for part in PARTS]
 
 
@@ -195,66 +193,36 @@ def write_png(plan: Plan, path: Path) -> None:
         import matplotlib.pyplot as pyplot
     except ImportError:
         raise UsageError("--png needs matplotlib, which is not installed. Run: pip install matplotlib") from None
+    options, memory = plan.options, plan.hardware.memory_bytes / GIB
+    height = 0.45 * len(options) + 2.4
     figure, (axes, times) = pyplot.subplots(
-        1, 2, figsize=(12, 0.45 * len(plan.options) + 2.4), sharey=True, width_ratios=[3, 1], layout="constrained"
+        1, 2, figsize=(12, height), sharey=True, width_ratios=[3, 1], layout="constrained"
     )
-    _draw_memory(plan, axes)
-    _draw_seconds(plan, times)
+    names = ["> " * (one is plan.best) + f"{one.strategy.name}, {gib(one.shown.total)}" for one in options]
+    left = [0.0] * len(options)
+    for part, label in zip(PARTS, COLUMNS, strict=True):
+        sizes = [getattr(option.shown, part) / GIB for option in options]
+        axes.barh(names, sizes, left=left, label=label)
+        left = [before + size for before, size in zip(left, sizes, strict=True)]
+    axes.axvline(memory, color="black", linestyle="--", label=f"device memory: {memory:.1f} GiB")
+    axes.axvline(plan.hardware.usable / GIB, color="grey", linestyle=":", label="of which a plan fills")
+    axes.set_xlim(0, min(max(*left, memory), CUT_AT * memory))
+    axes.set_xlabel("GiB per device, with the changes that make it fit")
+    seconds = [0.0 if option.fitted is None else option.seconds for option in options]
+    words = [" does not fit" if option.fitted is None else f" {seconds_of(option.seconds)} s" for option in options]
+    times.bar_label(times.barh(names, seconds, color="lightgrey"), words, fontsize="small")
+    times.set_xlabel("seconds per step")
+    times.margins(x=0.3)
     axes.invert_yaxis()
-    for label, option in zip(axes.get_yticklabels(), plan.options, strict=True):
-        label.set_fontweight("bold" if option is plan.best else "normal")
-        label.set_color("black" if option.fitted is not None else "grey")
     best = f"recommended: {plan.best.strategy.name}" if plan.best else "nothing fits"
     figure.suptitle(f"{_title(plan)}\n{best}", fontsize="medium")
-    legend = figure.legend(*axes.get_legend_handles_labels(), fontsize="small", ncols=5, loc="outside lower center")
-    for patch in legend.get_patches():
-        patch.set_alpha(1.0)
+    figure.legend(*axes.get_legend_handles_labels(), fontsize="small", ncols=5, loc="outside lower center")
     try:
         figure.savefig(path, bbox_inches="tight", dpi=120)
     except (OSError, ValueError) as error:
         raise UsageError(f"--png {path} cannot be written: {error}. Give a .png in a folder that exists.") from None
     finally:
         pyplot.close(figure)
-
-
-def _draw_memory(plan: Plan, axes: Any) -> None:
-    """Bars that are much longer than the device's memory are cut; each has its total beside it."""
-    names, memory = [option.strategy.name for option in plan.options], plan.hardware.memory_bytes / GIB
-    totals = [option.shown.total / GIB for option in plan.options]
-    right = min(max(*totals, memory), CUT_AT * memory)
-    left = [0.0] * len(names)
-    for part, label in zip(PARTS, COLUMNS, strict=True):
-        ends = [one + getattr(option.shown, part) / GIB for one, option in zip(left, plan.options, strict=True)]
-        widths = [max(0.0, min(end, right) - one) for one, end in zip(left, ends, strict=True)]
-        bars = axes.barh(names, widths, left=left, label=label)
-        for bar, option in zip(bars, plan.options, strict=True):
-            bar.set_alpha(1.0 if option.fitted is not None else FADED)
-        left = ends
-    axes.axvline(memory, color="black", linestyle="--", label=f"device memory: {memory:.1f} GiB")
-    axes.axvline(plan.hardware.usable / GIB, color="grey", linestyle=":", label="of which a plan fills")
-    axes.set_xlim(0, 1.16 * right)
-    for i, total in enumerate(totals):
-        words = f"... {total:.1f}" if total > right else f"{total:.1f}"
-        behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-        axes.text(min(total, right) + 0.005 * right, i, words, va="center", fontsize="small", bbox=behind)
-    axes.set_xlabel("GiB per device, with the changes that make it fit")
-
-
-def _draw_seconds(plan: Plan, axes: Any) -> None:
-    names = [option.strategy.name for option in plan.options]
-    colors = ["darkgrey" if option is plan.best else "lightgrey" for option in plan.options]
-    seconds = [0.0 if option.fitted is None else option.seconds for option in plan.options]
-    axes.barh(names, seconds, color=colors)
-    for i, option in enumerate(plan.options):
-        words = f" {seconds_of(option.seconds)} s"
-        if option.fitted is None:
-            is_host = option.strategy.offloads and option.shown.total <= plan.hardware.usable
-            words = f" host: {gib(option.shown.host * plan.hardware.per_node)}" if is_host else " does not fit"
-        axes.text(0, i, words, va="center", fontsize="small")
-    axes.set_xlabel("seconds per step")
-    if not any(seconds):
-        axes.set_xlim(0, 1)
-        axes.set_xticks([])
 
 
 # ---- several machines ----
