@@ -341,9 +341,10 @@ def _best(options: list[Option]) -> Option | None:
     """(3) Of what asks least of the run, the shortest step; of steps about as short the simplest strategy: the table
     goes from simple to involved."""
     possible = [option for option in options if not option.why_not and option.fitted is not None]
-    if deepspeed_install.why_unusable():  # then only what fits by nothing but the CPU's memory is worth installing it
+    if deepspeed_install.why_unusable():  # worth installing only where torch alone needs the CPU's memory, and it not
         of_torch = [option for option in possible if not option.strategy.is_deepspeed]
-        possible = of_torch if any(not option.strategy.offloads for option in of_torch) else possible
+        on_devices = [option for option in possible if not option.strategy.offloads]
+        possible = [option for option in of_torch if option in on_devices] or on_devices or of_torch or possible
     quickest = min((o for o in possible if not o.strategy.pipeline), key=lambda o: o.seconds, default=None)
     wants_pipelines = quickest is not None and quickest.sending > quickest.seconds / 2
     least = min((_effort(option, wants_pipelines) for option in possible), default=0)

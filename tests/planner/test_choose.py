@@ -112,6 +112,15 @@ def test_deepspeed_that_is_not_installed_is_recommended_only_where_torch_alone_n
     assert plan.best.strategy.is_deepspeed and "DeepSpeed is not here." in plan.notes
 
 
+def test_deepspeed_that_is_not_installed_is_not_recommended_where_it_needs_the_cpu_too(monkeypatch):
+    run, machine = load_run(["--config", str(ROOT / "configs/plan/embedder_2b.json")]), Hardware(1, 8 * GIB)
+    deepspeed_is(monkeypatch, "")
+    assert make_plan(run, machine).best.strategy.name == "ZeRO-3 offload"
+    deepspeed_is(monkeypatch, "DeepSpeed is not here.")
+    plan = make_plan(run, machine)
+    assert plan.best.strategy.name == "FSDP offload" and option(plan, "ZeRO-3 offload").fitted is not None
+
+
 def test_a_small_model_on_several_devices_is_ddp_and_on_one_single(make_run):
     assert make_plan(make_run(), Hardware(4, 24 * GIB)).best.strategy.name == "DDP"
     plan = make_plan(make_run(), Hardware(1, 24 * GIB))
