@@ -204,28 +204,15 @@ def test_a_stream_is_trained_on_in_the_order_of_the_seed(main, run_file, tmp_pat
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl"),
-    ({"columns": {"query": "question", "positive": "anwser"}}, "answer"),
-    ({"per_device_train_batch_size": 1000}, "fewer than one global batch"),
-    ({"tokenizer_name": "no/such/folder"}, "tokenizer"),
     ({"tokenizer_name": ...}, "tokenizer_name"),
-    ({"gradient_cache_chunk_size": 0}, "gradient_cache_chunk_size"),
-    ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3}, "round multiple"),
-    ({"model_config": {"model_type": "bort"}}, "bort"),
-    ({"resume_from_checkpoint": "gone/checkpoint-3"}, "no such folder"),
     ({"report_to": "wandb"}, "needs the package wandb, which is not installed. Install it (pip install wandb)"),
-    ({"report_to": ["tensorboard", "wandbb"]}, "no tracker that Trainer knows"),
     ({"output_dir": "/proc/self/out"}, "can not be written: No such file or directory"),
     ({"output_dir": "/dev/null/out"}, "can not be written: Not a directory"),
 ])  # fmt: skip
 def test_mistakes_are_one_line_and_exit_code_2(main, run_file, capsys, change, words):
     with pytest.raises(SystemExit) as exit_:
         main(["--config", run_file(**change)])
-    error = capsys.readouterr().err
-    assert exit_.value.code == 2
-    lines = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and words in lines[0], error
-    assert "Traceback" not in error
+    assert exit_.value.code == 2 and words in the_error(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("change", [{"report_to": "wandb"}, {"output_dir": "/dev/null/out"}])
@@ -363,7 +350,7 @@ NEWEST, OVER = ["--resume_from_checkpoint", "true"], ["--overwrite_output_dir"]
     ([*OVER, "--per_device_train_batch_size", "1000"], {}, "fewer than one global batch"),
     ([*OVER, "--tokenizer_name", "no/such/folder"], {}, "tokenizer"),
     (OVER, {"model_config": {"model_type": "bort"}}, "bort"),
-    ([*OVER, "--report_to", "wandbb"], {}, "wandbb"),
+    ([*OVER, "--report_to", "tensorboard", "wandbb"], {}, "no tracker that Trainer knows"),
     ([*OVER, "--fsdp", "true"], {}, "does not shard"),
     ([*OVER, "--push_to_hub"], {}, "HF_HUB_OFFLINE"),
     ([*OVER, "--resume_weights_only"], {}, "has no effect without resume_from_checkpoint"),
@@ -378,7 +365,7 @@ def test_a_refused_start_leaves_every_file_of_the_folder_as_it_was(
     before = state_of(folder)
     with pytest.raises(SystemExit) as exit_:
         main(["--config", config, *[word.format(out=folder / "out") for word in words]])
-    assert exit_.value.code == 2 and said in capsys.readouterr().err
+    assert exit_.value.code == 2 and said in the_error(capsys.readouterr().err)
     assert state_of(folder) == before
 
 

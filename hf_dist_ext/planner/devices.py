@@ -50,7 +50,6 @@ class Card:
     single: float
     interconnect: str
     source: str  # of `half` and `single`
-    words: tuple[str, ...]  # in the driver's name of the card
     has_bf16: bool = True
 
     @property
@@ -65,20 +64,20 @@ class Card:
 AMPERE = "NVIDIA Ampere GA102 architecture white paper"
 ADA = "NVIDIA Ada architecture white paper"
 BLACKWELL = "NVIDIA Blackwell architecture technical brief, HGX B200 at 1,000 W"
-CARDS = {  # the first one counts whose words are all in a driver's name
-    "b200": Card(183359, 2250e12, 80e12, "nvlink", BLACKWELL, ("B200",)),
-    "h200": Card(143771, 989e12, 67e12, "nvlink", "NVIDIA H200 data sheet, SXM", ("H200",)),
-    "h100-pcie": Card(81559, 756e12, 51e12, "pcie", "NVIDIA H100 data sheet, PCIe", ("H100", "PCIe")),
-    "h100": Card(81559, 989e12, 67e12, "nvlink", "NVIDIA H100 data sheet, SXM", ("H100",)),
-    "a100-80": Card(81920, 312e12, 19.5e12, "nvlink", "NVIDIA A100 data sheet", ("A100", "80GB")),
-    "a100-40": Card(40960, 312e12, 19.5e12, "nvlink", "NVIDIA A100 data sheet", ("A100", "40GB")),
-    "l40s": Card(46068, 362e12, 91.6e12, "pcie", "NVIDIA L40S data sheet", ("L40S",)),
-    "l4": Card(23034, 121e12, 30.3e12, "pcie", "NVIDIA L4 data sheet", ("L4",)),
-    "a10": Card(23028, 125e12, 31.2e12, "pcie", "NVIDIA A10 data sheet", ("A10",)),
-    "4090": Card(24564, 165.2e12, 82.6e12, "pcie", ADA, ("4090",)),
-    "3090": Card(24576, 71e12, 35.6e12, "pcie", AMPERE, ("3090",)),
-    "v100-32": Card(32768, 125e12, 15.7e12, "nvlink", "NVIDIA V100 data sheet, SXM2", ("V100", "32GB"), False),
-    "t4": Card(15360, 65e12, 8.1e12, "pcie", "NVIDIA T4 data sheet", ("T4",), False),
+CARDS = {  # the first one counts whose words are all in a driver's name: H100 and PCIe, A100 and 80GB
+    "b200": Card(183359, 2250e12, 80e12, "nvlink", BLACKWELL),
+    "h200": Card(143771, 989e12, 67e12, "nvlink", "NVIDIA H200 data sheet, SXM"),
+    "h100-pcie": Card(81559, 756e12, 51e12, "pcie", "NVIDIA H100 data sheet, PCIe"),
+    "h100": Card(81559, 989e12, 67e12, "nvlink", "NVIDIA H100 data sheet, SXM"),
+    "a100-80": Card(81920, 312e12, 19.5e12, "nvlink", "NVIDIA A100 data sheet"),
+    "a100-40": Card(40960, 312e12, 19.5e12, "nvlink", "NVIDIA A100 data sheet"),
+    "l40s": Card(46068, 362e12, 91.6e12, "pcie", "NVIDIA L40S data sheet"),
+    "l4": Card(23034, 121e12, 30.3e12, "pcie", "NVIDIA L4 data sheet"),
+    "a10": Card(23028, 125e12, 31.2e12, "pcie", "NVIDIA A10 data sheet"),
+    "4090": Card(24564, 165.2e12, 82.6e12, "pcie", ADA),
+    "3090": Card(24576, 71e12, 35.6e12, "pcie", AMPERE),
+    "v100-32": Card(32768, 125e12, 15.7e12, "nvlink", "NVIDIA V100 data sheet, SXM2", has_bf16=False),
+    "t4": Card(15360, 65e12, 8.1e12, "pcie", "NVIDIA T4 data sheet", has_bf16=False),
 }
 
 
@@ -92,8 +91,12 @@ def card_named(name: str) -> Card:
 
 def card_of(driver_name: str) -> str | None:
     """The card that a driver calls so, such as "NVIDIA A100-SXM4-80GB"; None for others."""
-    words = set(re.split(r"[\s-]+", driver_name.strip()))
-    return next((name for name, card in CARDS.items() if words.issuperset(card.words)), None)
+    found = set(re.split(r"[\s-]+", driver_name.strip().upper()))
+    for name in CARDS:
+        first, *more = name.upper().split("-")
+        if found.issuperset([first, *(f"{word}GB" if word.isdigit() else word for word in more)]):
+            return name
+    return None
 
 
 # ---- what is here ----
