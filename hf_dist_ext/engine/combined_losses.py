@@ -9,7 +9,8 @@ Parameters of all of them train. How rows are compared in an evaluation is as th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,9 +19,27 @@ from hf_dist_ext.engine.losses import LossOutput, as_output
 from hf_dist_ext.engine.outputs import Output, tensors_of
 from hf_dist_ext.errors import UsageError
 
+# What whoever runs a loss asks of it -> how the answers of several are one, and the answer of one that does not say.
+_ASKED: dict[str, tuple[Callable[[list[Any]], Any], Any]] = {
+    "normalize": (itemgetter(0), False),
+    "similarity": (itemgetter(0), None),
+    "reads_lengths": (any, False),
+    "compares_all_pairs": (any, False),
+    "takes_negatives_as_columns": (any, False),
+    "symmetric": (any, False),
+    "in_batch_negatives": (any, True),
+    "cross_device_negatives": (any, True),
+    "bf16_products": (all, False),
+    "num_columns": (lambda numbers: None if None in numbers else max(numbers), None),  # None: all there are
+    "cross_device_exchange": (
+        lambda found: next(name for name in ("gather", "auto", "ring") if name in found),
+        "gather",
+    ),
+}
+
 
 class _Losses(nn.Module):
-    """What whoever runs a loss asks of it, asked of all."""
+    """Of several losses. What one of them is asked (`_ASKED`), all are."""
 
     def __init__(self, losses: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -31,53 +50,11 @@ class _Losses(nn.Module):
     def _all(self) -> list[Any]:
         return list(self.losses.values())
 
-    @property
-    def normalize(self) -> bool:
-        return bool(getattr(self._all[0], "normalize", False))
-
-    @property
-    def reads_lengths(self) -> bool:
-        return any(getattr(loss, "reads_lengths", False) for loss in self._all)
-
-    @property
-    def similarity(self) -> str | None:
-        return getattr(self._all[0], "similarity", None)
-
-    @property
-    def compares_all_pairs(self) -> bool:
-        return any(getattr(loss, "compares_all_pairs", False) for loss in self._all)
-
-    @property
-    def num_columns(self) -> int | None:
-        """So many columns they read; None: all there are."""
-        numbers: list[Any] = [getattr(loss, "num_columns", None) for loss in self._all]
-        return None if None in numbers else max(numbers)
-
-    @property
-    def takes_negatives_as_columns(self) -> bool:
-        return any(getattr(loss, "takes_negatives_as_columns", False) for loss in self._all)
-
-    @property
-    def in_batch_negatives(self) -> bool:
-        return any(getattr(loss, "in_batch_negatives", True) for loss in self._all)
-
-    @property
-    def cross_device_negatives(self) -> bool:
-        return any(getattr(loss, "cross_device_negatives", True) for loss in self._all)
-
-    @property
-    def cross_device_exchange(self) -> str:
-        """The one that holds most: "gather" where one of them gathers."""
-        found = {getattr(loss, "cross_device_exchange", "gather") for loss in self._all}
-        return next(name for name in ("gather", "auto", "ring") if name in found)
-
-    @property
-    def symmetric(self) -> bool:
-        return any(getattr(loss, "symmetric", False) for loss in self._all)
-
-    @property
-    def bf16_products(self) -> bool:
-        return all(getattr(loss, "bf16_products", False) for loss in self._all)
+    def __getattr__(self, name: str) -> Any:
+        if name not in _ASKED:
+            return super().__getattr__(name)
+        fold, default = _ASKED[name]
+        return fold([getattr(loss, name, default) for loss in self._all])
 
     @property
     def tile_halvings(self) -> int:

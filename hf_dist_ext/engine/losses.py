@@ -254,7 +254,7 @@ class InfoNCELoss(nn.Module):
         loss, metrics = inverse_temperature.new_zeros(()), inverse_temperature.new_zeros(3)
         for position, (dim, weight) in enumerate(self.matryoshka or [(own[columns[0]].shape[1], 1.0)]):
             anchors, *candidates = (
-                _unit(own[name][:, :dim], self.normalize, loss.dtype).view(num_rows, k, dim)
+                unit_vectors(own[name][:, :dim], self.normalize, loss.dtype).view(num_rows, k, dim)
                 for name, k in zip(columns, each, strict=True)
             )
             scores = (torch.cat(candidates, dim=1) * anchors).sum(dim=2)  # (B, 1 + negatives), the positive first
@@ -310,7 +310,7 @@ class InfoNCELoss(nn.Module):
         return f"temperature={self.temperature:.4g}, learnable_temperature={learnable}, symmetric={self.symmetric}"
 
 
-def _unit(raw: Tensor, normalize: bool, dtype: torch.dtype) -> Tensor:
+def unit_vectors(raw: Tensor, normalize: bool, dtype: torch.dtype) -> Tensor:
     """(rows, d), with a graph; a vector of zeros stays zeros and gets no gradient."""
     raw = raw.to(dtype)
     norm = torch.linalg.vector_norm(raw, dim=1, keepdim=True)

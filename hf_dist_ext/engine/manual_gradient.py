@@ -1,15 +1,17 @@
 """A loss whose gradient is made together with it: what the losses in tiles share with autograd.
 
-The gradient is made during the forward pass. Backward only multiplies it by what arrives from above, so there is no
-graph over tiles, no leaf per tile, and no gradient of a gradient.
+The gradient is made during the forward pass: by hand (`with_gradients`), or by autograd one tile after another
+(`sum_of_tiles`). Backward only multiplies it by what arrives from above, so there is no graph over tiles, and no
+gradient of a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 # (tensors..., needs=[whether each needs a gradient]) -> loss (scalar), metrics, a gradient or None for each tensor
 LossAndGradients = Callable[..., tuple[Tensor, Tensor, Sequence[Tensor | None]]]
@@ -21,6 +23,27 @@ def with_gradients(name: str, loss_and_gradients: LossAndGradients, *tensors: Te
     name: of the loss, for the RuntimeError of a second derivative.
     """
     return _ByHand.apply(name, loss_and_gradients, torch.is_grad_enabled(), *tensors)
+
+
+def sum_of_tiles(name: str, tiles: Callable[..., Iterator[Tensor]], *parts: Tensor | Sequence[Tensor]) -> Tensor:
+    """The sum of the scalars that `tiles(*parts)` yields. Each one goes through its own backward as soon as it is
+    there, which frees its graph.
+
+    parts: tensors, and tensors that are split. A slice of one would have a gradient of its whole size in every tile.
+    """
+    given, structure = tree_flatten(parts)
+
+    def loss_and_gradients(*tensors: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
+        leaves = [tensor.detach().requires_grad_(needed) for tensor, needed in zip(tensors, needs, strict=True)]
+        loss = tensors[0].new_zeros(())
+        with torch.set_grad_enabled(any(needs)):
+            for term in tiles(*tree_unflatten(leaves, structure)):
+                loss += term.detach()
+                if term.requires_grad:
+                    term.backward()
+        return loss, loss.new_zeros(0), [leaf.grad for leaf in leaves]
+
+    return with_gradients(name, loss_and_gradients, *given)[0]
 
 
 class _ByHand(torch.autograd.Function):

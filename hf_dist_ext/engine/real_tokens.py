@@ -55,8 +55,6 @@ class RealTokens:
         if per_tile is not None:
             counts = ordered.sum(dim=1)
             self.tiles = [self._tile(low, low + per_tile, widths, counts) for low in range(0, len(rows), per_tile)]
-        else:
-            self._owner = moved(np.repeat(rows, lengths), self._device)  # (n,): the row of every token
 
     def _tile(self, low: int, high: int, widths: np.ndarray, counts: Tensor) -> Tile:
         rows = slice(low, min(high, len(widths)))
@@ -68,26 +66,16 @@ class RealTokens:
         first = self.ends[start - 1] if start else 0
         return slice(int(first), int(self.ends[stop - 1]))
 
-    def owners(self, start: int, stop: int) -> Tensor:
-        """(b, t): which of the tokens of some rows are whose, where all stand end to end."""
-        rows = torch.arange(start, stop, device=self._device)
-        return rows[:, None] == self._owner[self.places(start, stop)]
-
     def taken(self, padded: Tensor) -> Tensor:
         """(R, T, D) -> (L, D), zeros where a tile has padding."""
         found = padded.new_zeros(self.num_places, *padded.shape[2:])
         return found.index_copy_(0, self._places, padded.flatten(0, 1).index_select(0, self._entries))
 
-    def padded(self, taken: Tensor, width: int) -> Tensor:
-        """(L, D) -> (R, T, D), T the `width`, zeros in padding."""
-        found = taken.new_zeros(len(self.lengths) * width, *taken.shape[1:])
-        found.index_copy_(0, self._entries, taken.index_select(0, self._places))
-        return found.unflatten(0, (len(self.lengths), width))
 
-
-def best_matches(queries: Tensor, documents: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def best_matches(queries: Tensor, documents: Tensor, mask: Tensor) -> Tensor:
     """Tokens of queries (t, D), and documents of a tile (b * T, D) with its mask -> for each token its best product in
-    every document, and where that is, (t, b)."""
+    every document, (t, b)."""
     products = (queries @ documents.T).unflatten(1, mask.shape)
-    best, place = products.masked_fill_(~mask, torch.finfo(products.dtype).min).max(dim=2)
-    return best, place
+    with torch.no_grad():  # a match is none of these, so no gradient reaches them
+        products.masked_fill_(~mask, torch.finfo(products.dtype).min)
+    return products.max(dim=2).values

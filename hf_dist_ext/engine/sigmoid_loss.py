@@ -5,11 +5,9 @@ For row i and candidate j with similarity c_ij, scale s, bias b, and z_ij = 1 fo
 
     l_ij = s c_ij + b
     loss_i = - sum over j of log sigmoid(z_ij l_ij)
-    dloss_i / dl_ij = sigmoid(l_ij) - [z_ij = 1]
 
-No row needs a sum over its candidates, so a tile is done with at once: loss and gradient are made in the forward pass
-(manual_gradient.py). Blocks and normalisation are those of tiled_infonce.py. Candidates go round the processes as
-InfoNCE's do (ring.py).
+No row needs a sum over its candidates, so a tile is done with at once, its backward too (manual_gradient.py).
+Candidates go round the processes as InfoNCE's do (ring.py).
 
 Shapes: B own rows, N all ranks' rows, D embedding, T tile rows, C candidates of a tile.
 """
@@ -17,21 +15,20 @@ Shapes: B own rows, N all ranks' rows, D embedding, T tile rows, C candidates of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import logsigmoid
 
-from hf_dist_ext.engine.false_negatives import keys_of
-from hf_dist_ext.engine.losses import Exchange, LossOutput, check_exchange, checked_columns, ring_of
-from hf_dist_ext.engine.manual_gradient import with_gradients
+from hf_dist_ext.engine.false_negatives import Keys, keys_of
+from hf_dist_ext.engine.losses import Exchange, LossOutput, check_exchange, checked_columns, ring_of, unit_vectors
+from hf_dist_ext.engine.manual_gradient import sum_of_tiles
 from hf_dist_ext.engine.matmul import Matmul
-from hf_dist_ext.engine.ring import Ring, RingPlan, scored_in_ring
+from hf_dist_ext.engine.ring import RingPlan, scored_in_ring
 from hf_dist_ext.engine.ring_scores import Sigmoid
-from hf_dist_ext.engine.tiled_infonce import Block, compare_keys, gradient_of_raw, normalized
+from hf_dist_ext.engine.tiled_infonce import Block, compare_keys
 from hf_dist_ext.errors import UsageError
 
 
@@ -86,45 +83,40 @@ class SigmoidLoss(nn.Module):
         """The loss, and as metrics accuracy, masked_share, positive_similarity, scale and bias. Arguments and dtypes
         as of `InfoNCELoss`."""
         everyone = own if everyone is None else everyone
-        if ring := ring_of(self.cross_device_exchange, own, everyone):
-            return self._in_ring(own, ring, ids)
+        ring = ring_of(self.cross_device_exchange, own, everyone)
+        if ring is not None:
+            everyone, row_offset = own, 0
         anchor, *candidates = names = checked_columns(own, everyone, row_offset, everyone is own)
-        rows, columns = own[anchor], [everyone[name] for name in candidates]
-        dtype = torch.promote_types(rows.dtype, torch.float32)
-        heights = dict(zip(candidates, map(len, columns), strict=True))
-        plan = _SigmoidSetup(
-            keys=keys_of(names, heights, ids, dtype) if ids and self.mask_false_negatives else [],
-            row_offset=row_offset,
-            normalize=self.normalize,
-            rows_per_tile=max(1, self.rows_per_tile >> self.tile_halvings),
-            candidates_per_tile=self.candidates_per_tile,
-        )
-        scale, bias = self.log_scale.to(dtype).exp(), self.bias.to(dtype)
-        made = partial(_loss_and_gradients, plan)
-        return self._output(*with_gradients("SigmoidLoss", made, scale, bias, rows, *columns), scale, bias)
-
-    def _in_ring(self, own: Mapping[str, Tensor], ring: Ring, ids: Mapping[str, Tensor] | None) -> LossOutput:
-        """The same where candidates go round."""
-        names = checked_columns(own, own, 0, reads_anchors=True)
-        dtype = torch.promote_types(own[names[0]].dtype, torch.float32)
-        counts = [ring.counts[name] for name in names]
+        dtype = torch.promote_types(own[anchor].dtype, torch.float32)
+        counts = [[len(everyone[name])] if ring is None else ring.counts[name] for name in names]
         heights = dict(zip(names, map(sum, counts), strict=True))
-        plan = RingPlan(
-            score=Sigmoid(),
-            ring=ring,
-            counts=counts,
-            is_symmetric=False,
-            prefixes=[(own[names[0]].shape[1], 1.0)],
-            keys=keys_of(names, heights, ids, dtype) if ids and self.mask_false_negatives else [],
-            margin=None,
-            normalize=self.normalize,
-            tile=(max(1, self.rows_per_tile >> self.tile_halvings), self.candidates_per_tile),
-            matmul=Matmul(),
-        )
+        keys = keys_of(names, heights, ids, dtype) if ids and self.mask_false_negatives else []
         scale, bias = self.log_scale.to(dtype).exp(), self.bias.to(dtype)
-        return self._output(*scored_in_ring(plan, scale, bias, plan.own_rows(own, names)), scale, bias)
-
-    def _output(self, loss: Tensor, metrics: Tensor, scale: Tensor, bias: Tensor) -> LossOutput:
+        tile = max(1, self.rows_per_tile >> self.tile_halvings), self.candidates_per_tile
+        if ring is None:
+            units = [
+                unit_vectors(one, self.normalize, dtype)
+                for one in (own[anchor], *(everyone[name] for name in candidates))
+            ]
+            rows, columns = units[0].split(tile[0]), [unit.split(tile[1]) for unit in units[1:]]
+            metrics = scale.new_zeros(3)
+            loss = sum_of_tiles("SigmoidLoss", partial(_tiles, keys, row_offset, metrics), scale, bias, rows, columns)
+            metrics[1] /= max(sum(map(len, units[1:])) - 1, 1)
+            loss, metrics = loss / max(len(units[0]), 1), metrics / max(len(units[0]), 1)
+        else:
+            plan = RingPlan(
+                score=Sigmoid(),
+                ring=ring,
+                counts=counts,
+                is_symmetric=False,
+                prefixes=[(own[anchor].shape[1], 1.0)],
+                keys=keys,
+                margin=None,
+                normalize=self.normalize,
+                tile=tile,
+                matmul=Matmul(),
+            )
+            loss, metrics = scored_in_ring(plan, scale, bias, plan.own_rows(own, names))
         of_rows = dict(zip(("accuracy", "masked_share", "positive_similarity"), metrics.unbind(), strict=True))
         return LossOutput(loss, of_rows | {"scale": scale.detach().squeeze(0), "bias": bias.detach().squeeze(0)})
 
@@ -132,64 +124,43 @@ class SigmoidLoss(nn.Module):
         return f"scale={self.log_scale.exp().item():.4g}, bias={self.bias.item():.4g}"
 
 
-class _SigmoidSetup(NamedTuple):
-    keys: list[list[tuple[Tensor, Tensor]]]  # per column of candidates: (key of each of N rows, key of each candidate)
-    row_offset: int  # own row i's positive is candidate row_offset + i of the first column
-    normalize: bool
-    rows_per_tile: int
-    candidates_per_tile: int
+def _tiles(
+    keys: Keys,
+    first: int,
+    metrics: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    row_tiles: Sequence[Tensor],
+    columns: Sequence[Sequence[Tensor]],
+) -> Iterator[Tensor]:
+    """Of every tile of rows (T, D) and of candidates (C, D) the sum of their pairs' losses. Adds to metrics (3,).
 
-
-def _loss_and_gradients(
-    plan: _SigmoidSetup, scale: Tensor, bias: Tensor, rows: Tensor, *columns: Tensor, needs: list[bool]
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Loss, metrics (3,) and the gradients of scale, bias, rows and columns."""
-    num_rows, needs_gradients = len(rows), any(needs)
-    units = [normalized(e, plan.normalize, scale.dtype) for e in (rows, *columns)]
-    (unit_rows, _), *unit_columns = units
-    buffers = [torch.zeros_like(unit) for unit, _ in units] if needs_gradients else []
-    loss, metrics = scale.new_zeros(()), scale.new_zeros(3)
-    of_scale, of_bias = torch.zeros_like(scale), torch.zeros_like(bias)
-    for start in range(0, num_rows, plan.rows_per_tile):
-        tile = slice(start, min(start + plan.rows_per_tile, num_rows))
-        first = plan.row_offset + start  # the candidate that is the positive of the tile's first row
-        of_tile = unit_rows[tile]  # (T, D)
-        positives = (of_tile * unit_columns[0][0][first : first + len(of_tile)]).sum(dim=1)  # (T,)
-        highest = torch.full_like(positives, -math.inf)  # of the other candidates
-        for column, (unit, _) in enumerate(unit_columns):
-            for low in range(0, len(unit), plan.candidates_per_tile):
-                candidates = slice(low, min(low + plan.candidates_per_tile, len(unit)))
-                similarity = of_tile @ unit[candidates].T  # (T, C)
-                logits = Block(column, low, candidates.stop, similarity * scale + bias)
-                own, entries = logits.positives(first)
-                terms = softplus(logits.values)
-                gradient = torch.sigmoid(logits.values)
-                logits.positives(first)[1].fill_(-math.inf)  # no other candidate of its row
-                if plan.keys:
-                    mask = Block(column, low, candidates.stop, torch.empty_like(similarity))
-                    compare_keys(mask, plan.keys[column], first)
-                    terms *= 1 - mask.values
-                    gradient *= 1 - mask.values
-                    logits.values.masked_fill_(mask.values > 0, -math.inf)
+    first: the candidate that is the positive of the first row.
+    """
+    for rows in row_tiles:
+        logit = rows.new_full((len(rows),), -math.inf)  # of each row's positive
+        highest = logit.clone()  # of its other candidates
+        for column, tiles in enumerate(columns):
+            low = 0
+            for candidates in tiles:
+                similarity = rows @ candidates.T  # (T, C)
+                logits, high = similarity * scale + bias, low + len(candidates)
+                others = Block(column, low, high, logits.detach())  # which no backward reads
+                signed = Block(column, low, high, -logits)
+                which, of_positives = others.positives(first)
+                if which.stop > which.start:
+                    logit[which] = of_positives
+                    of_positives.fill_(-math.inf)
+                    signed.positives(first)[1].neg_()
+                    metrics[2] += Block(column, low, high, similarity.detach()).positives(first)[1].sum()
+                terms = -logsigmoid(signed.values)
+                if keys:
+                    mask = Block(column, low, high, torch.empty_like(similarity))
+                    compare_keys(mask, keys[column], first)
+                    terms = terms * (1 - mask.values)
+                    others.values.masked_fill_(mask.values > 0, -math.inf)
                     metrics[1] += mask.values.sum()
-                highest = torch.maximum(highest, logits.values.amax(dim=1))
-                # log sigmoid(l) of a positive instead of log sigmoid(-l)
-                of_positives = Block(column, low, candidates.stop, terms).positives(first)[1]
-                of_positives.copy_(softplus(-(positives[own] * scale + bias)))
-                loss += terms.sum()
-                if not needs_gradients:
-                    continue
-                entries = Block(column, low, candidates.stop, gradient).positives(first)[1]
-                entries.copy_(-torch.sigmoid(-(positives[own] * scale + bias)))
-                of_scale += (gradient * similarity).sum()
-                of_bias += gradient.sum()
-                buffers[0][tile].addmm_(gradient, unit[candidates])
-                buffers[1 + column][candidates].addmm_(gradient.T, of_tile)
-        metrics[0] += (positives * scale + bias > highest).sum()
-        metrics[2] += positives.sum()
-    share = max(num_rows, 1)
-    metrics[1] /= max(sum(map(len, columns)) - 1, 1)
-    gradients: list[Tensor | None] = [of_scale / share, of_bias / share]
-    for embedding, of_embedding, buffer in zip((rows, *columns), units, buffers, strict=False):
-        gradients.append(gradient_of_raw([of_embedding], [buffer.mul_(scale / share)], embedding))
-    return loss / share, metrics / share, gradients if needs_gradients else [None] * len(needs)
+                highest, low = torch.maximum(highest, others.values.amax(dim=1)), high
+                yield terms.sum()
+        metrics[0] += (logit > highest).sum()
+        first += len(rows)

@@ -27,7 +27,6 @@ Shapes: B own rows, N all ranks' rows, D embedding, M candidates (N positives an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -184,34 +183,26 @@ def compare_keys(mask: Block, keys: list[tuple[Tensor, Tensor]], first: int) -> 
     mask.positives(first)[1].zero_()
 
 
-def softmax_of_tile(
-    scores: list[Tensor], keys: list[list[tuple[Tensor, Tensor]]], first: int, loss: Tensor, metrics: Tensor
-) -> list[Tensor]:
-    """InfoNCE of rows whose scores over the temperature are given, (T, N) of every column, and overwritten.
-
-    Adds the rows' loss (), and the number of right answers and of masked pairs (2,), up. Returns
-    d(loss of a row) / d(score), (T, N) of every column.
+def lead_of_positives(
+    scores: list[Tensor], keys: list[list[tuple[Tensor, Tensor]]], first: int, metrics: Tensor
+) -> Tensor:
+    """lead_i (T,) of rows whose logits are given, (T, N) of every column, with their graph. Adds the number of right
+    answers and of masked pairs (2,) up.
 
     keys: of `InfoNCESetup`. first: the first row's positive is this candidate of the first column, and so on.
     """
-    blocks = [Block(column, 0, values.shape[1], values) for column, values in enumerate(scores)]
-    if keys:
-        for block in blocks:
-            mask = Block(block.column, 0, block.high, torch.empty_like(block.values))
-            compare_keys(mask, keys[block.column], first)
-            block.values.masked_fill_(mask.values > 0, -math.inf)
+    is_other = []
+    for column, values in enumerate(scores):
+        mask = Block(column, 0, values.shape[1], torch.zeros_like(values))
+        if keys:
+            compare_keys(mask, keys[column], first)
             metrics[1] += mask.values.sum()
-    positives = blocks[0].positives(first)[1].clone()  # (T,)
-    blocks[0].positives(first)[1].fill_(-math.inf)
-    others = torch.cat(scores, dim=1)
-    lead = positives - others.logsumexp(dim=1)
-    loss -= logsigmoid(lead).sum()
+        mask.positives(first)[1].fill_(1)
+        is_other.append(mask.values == 0)
+    positives = Block(0, 0, scores[0].shape[1], scores[0]).positives(first)[1]  # (T,)
+    others = torch.cat(scores, dim=1).masked_fill(~torch.cat(is_other, dim=1), MASKED)
     metrics[0] += (positives > others.amax(dim=1)).sum()
-    wrong = torch.sigmoid(-lead)[:, None]
-    weights = (torch.softmax(others, dim=1).nan_to_num(0.0) * wrong).split([v.shape[1] for v in scores], dim=1)
-    weights = [weight.clone() for weight in weights]
-    Block(0, 0, scores[0].shape[1], weights[0]).positives(first)[1].copy_(-wrong[:, 0])
-    return weights
+    return positives - others.logsumexp(dim=1)
 
 
 def _score(matmul: Matmul, blocks: list[Block], scaled_rows: Tensor, columns: list[Tensor], first: int) -> Tensor:

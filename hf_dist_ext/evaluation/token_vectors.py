@@ -59,7 +59,7 @@ class TokenVectors:
         found = tokens.new_zeros(len(self), len(documents))
         for tile in in_tiles.tiles if len(self) else ():
             parts = tokens.split(max(1, TILE // tile.mask.numel()))
-            best = torch.cat([best_matches(part, of_documents[tile.places], tile.mask)[0] for part in parts])  # (t, b)
+            best = torch.cat([best_matches(part, of_documents[tile.places], tile.mask) for part in parts])  # (t, b)
             found[:, tile.rows] = torch.segment_reduce(best, "sum", lengths=self.mask.sum(dim=1), axis=0)
         return found.index_select(1, in_tiles.back)
 
