@@ -6,6 +6,7 @@ sizes, an embedding is the last real token. Batches hold the counts that a colla
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import warnings
@@ -78,31 +79,16 @@ def without_counts(features: dict) -> dict:
     return {key: value for key, value in features.items() if key not in names}
 
 
-# ---- the families: a tiny model, and rows of images for it ----
+# ---- rows of images, as processors lay them out: (images per row, the model) -> rows ----
 
 
-def image_rows(images_per_row, tokens: int) -> Rows:
+def image_rows(images_per_row, _=None, tokens: int = 16) -> Rows:
     rows = rows_with(images_per_row, lambda: tokens)
     rows.features["pixel_values"] = pixels(sum(images_per_row), 3, 16, 16)
     return rows
 
 
-def llava():
-    config = transformers.LlavaConfig(text_config=LLAMA, vision_config=CLIP_VISION, image_token_index=IMAGE)
-    return transformers.LlavaModel(config), functools.partial(image_rows, tokens=16)
-
-
-def pixtral():
-    vision = {**VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 32}
-    config = transformers.LlavaConfig(
-        text_config=LLAMA, vision_config=vision, image_token_index=IMAGE, vision_feature_select_strategy="full"
-    )
-    config.vision_feature_layer = -1
-
-    return transformers.LlavaModel(config), functools.partial(sized_rows, edge=4)
-
-
-def sized_rows(images_per_row, edge: int) -> Rows:
+def sized_rows(images_per_row, _, edge: int) -> Rows:
     """Images padded to the largest, and their sizes; a token stands for edge x edge pixels."""
     sizes = [(8 + 8 * (i % 2), 16) for i in range(sum(images_per_row))]
     tokens = iter([height // edge * (width // edge) for height, width in sizes])
@@ -111,142 +97,19 @@ def sized_rows(images_per_row, edge: int) -> Rows:
     return rows
 
 
-def mistral3():
-    vision = {**VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 32}
-    config = transformers.Mistral3Config(
-        text_config={**TEXT, "model_type": "mistral"},
-        vision_config=vision,
-        image_token_index=IMAGE,
-        spatial_merge_size=2,
-    )
-    return transformers.Mistral3Model(config), functools.partial(sized_rows, edge=8)
+def split_rows(images_per_row, model, has_counts: bool = False) -> Rows:
+    """Each image whole and in two halves, and its size. The model says how many tokens it becomes."""
+    sizes = torch.tensor([(20 + 5 * i, 40) if i % 2 else (40, 24) for i in range(sum(images_per_row))])
+    values = pixels(len(sizes), 3, 3, 16, 16)
+    counts = {"batch_num_images": torch.tensor(images_per_row)} if has_counts else {}
+    with torch.no_grad():
+        tokens = iter([len(found) for found in model.get_image_features(values, sizes, **counts).pooler_output])
+    rows = rows_with(images_per_row, lambda: next(tokens))
+    rows.features |= {"pixel_values": values, "image_sizes": sizes} | counts
+    return rows
 
 
-def vipllava():
-    config = transformers.VipLlavaConfig(
-        text_config=LLAMA, vision_config=CLIP_VISION, image_token_index=IMAGE, vision_feature_layers=[-1, -2]
-    )
-    return transformers.VipLlavaModel(config), functools.partial(image_rows, tokens=16)
-
-
-def llava_next():
-    config = transformers.LlavaNextConfig(
-        text_config=LLAMA,
-        vision_config=CLIP_VISION,
-        image_token_index=IMAGE,
-        image_grid_pinpoints=[[16, 32], [32, 16]],
-    )
-    model = transformers.LlavaNextModel(config)
-
-    def rows(images_per_row):
-        sizes = torch.tensor([(20 + 5 * i, 40) if i % 2 else (40, 24) for i in range(sum(images_per_row))])
-        values = pixels(len(sizes), 3, 3, 16, 16)  # the whole image and two halves
-        with torch.no_grad():
-            tokens = iter([len(f) for f in model.get_image_features(values, sizes).pooler_output])
-        made = rows_with(images_per_row, lambda: next(tokens))
-        made.features |= {"pixel_values": values, "image_sizes": sizes}
-        return made
-
-    return model, rows
-
-
-def llava_onevision():
-    config = transformers.LlavaOnevisionConfig(
-        text_config=QWEN,
-        vision_config=SIGLIP_VISION,
-        image_token_index=IMAGE,
-        video_token_index=VIDEO,
-        image_grid_pinpoints=[[16, 32], [32, 16]],
-    )
-    model = transformers.LlavaOnevisionModel(config)
-
-    def rows(images_per_row):
-        sizes = torch.tensor([(20 + 5 * i, 40) if i % 2 else (40, 24) for i in range(sum(images_per_row))])
-        values, per_row = pixels(len(sizes), 3, 3, 16, 16), torch.tensor(images_per_row)
-        with torch.no_grad():
-            found = model.get_image_features(values, sizes, batch_num_images=per_row).pooler_output
-        tokens = iter([len(f) for f in found])
-        made = rows_with(images_per_row, lambda: next(tokens))
-        made.features |= {"pixel_values": values, "image_sizes": sizes, "batch_num_images": per_row}
-        return made
-
-    return model, rows
-
-
-def qwen_vision(**more):
-    return {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, **more}
-
-
-def qwen2_vl():
-    config = transformers.Qwen2VLConfig(
-        text_config={**TEXT, "rope_parameters": {**MROPE}},
-        vision_config=qwen_vision(embed_dim=32, hidden_size=32, mlp_ratio=2),
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-    )
-    return transformers.Qwen2VLModel(config), grid_rows
-
-
-def qwen2_5_vl():
-    vision = qwen_vision(
-        hidden_size=32, intermediate_size=48, out_hidden_size=32, window_size=16, fullatt_block_indexes=[1]
-    )
-    config = transformers.Qwen2_5_VLConfig(
-        text_config={**TEXT, "rope_parameters": {**MROPE}},
-        vision_config=vision,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-    )
-    return transformers.Qwen2_5_VLModel(config), grid_rows
-
-
-def qwen3_vl():
-    vision = qwen_vision(
-        hidden_size=32,
-        intermediate_size=48,
-        out_hidden_size=32,
-        num_position_embeddings=64,
-        deepstack_visual_indexes=[0],
-    )
-    config = transformers.Qwen3VLConfig(
-        text_config={**TEXT, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
-        vision_config=vision,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-    )
-    return transformers.Qwen3VLModel(config), grid_rows
-
-
-def qwen3_5():
-    vision = qwen_vision(hidden_size=32, intermediate_size=48, out_hidden_size=32, num_position_embeddings=64)
-    linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
-    config = transformers.Qwen3_5Config(
-        text_config={
-            **TEXT,
-            **linear,
-            "linear_num_value_heads": 2,
-            "layer_types": ["linear_attention", "full_attention"],
-            "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0, "mrope_interleaved": True},
-        },
-        vision_config=vision,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-    )
-    return transformers.Qwen3_5Model(config), grid_rows
-
-
-def glm4v():
-    vision = {**qwen_vision(hidden_size=32, intermediate_size=48, out_hidden_size=32), "image_size": 16}
-    config = transformers.Glm4vConfig(
-        text_config={**TEXT, "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}},
-        vision_config=vision,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-    )
-    return transformers.Glm4vModel(config), grid_rows
-
-
-def grid_rows(images_per_row) -> Rows:
+def grid_rows(images_per_row, _) -> Rows:
     grids = [(1, 4, 2 + 2 * (i % 2)) for i in range(sum(images_per_row))]
     tokens = iter([t * h * w // 4 for t, h, w in grids])
     rows = rows_with(images_per_row, lambda: next(tokens))
@@ -258,7 +121,7 @@ def grid_rows(images_per_row) -> Rows:
     return rows
 
 
-def video_rows(_, with_timestamps: bool, seconds: bool = False) -> Rows:
+def grid_video_rows(_, __, with_timestamps: bool) -> Rows:
     """Rows: video, image, video and image, text. With timestamps every frame is a block of its own."""
     images, videos = [(1, 4, 4), (1, 4, 2)], [(2, 4, 2), (3, 2, 4)]
 
@@ -280,88 +143,53 @@ def video_rows(_, with_timestamps: bool, seconds: bool = False) -> Rows:
         "video_grid_thw": torch.tensor(videos),
         "mm_token_type_ids": [[{IMAGE: 1, VIDEO: 2}.get(i, 0) for i in row] for row in ids],
     }
-    if seconds:
+    if not with_timestamps:
         features["second_per_grid_ts"] = [1.0, 0.5]
     return Rows(ids, features, {"num_images": [0, 1, 1, 0], "num_videos": [1, 0, 1, 0]})
 
 
-def onevision_video():
-    model, _ = llava_onevision()
-
-    def rows(videos_per_row):
-        made = rows_with(videos_per_row, lambda: 2 * 4 + 1)  # two frames pooled to 2 x 2, a newline
-        made.ids = [[VIDEO if i == IMAGE else i for i in row] for row in made.ids]
-        made.features["pixel_values_videos"] = pixels(sum(videos_per_row), 2, 3, 16, 16)
-        made.counts = {"num_videos": list(videos_per_row)}
-        return made
-
-    return model, rows
+def video_rows(videos_per_row, _) -> Rows:
+    rows = rows_with(videos_per_row, lambda: 2 * 4 + 1)  # two frames pooled to 2 x 2, a newline
+    rows.ids = [[VIDEO if i == IMAGE else i for i in row] for row in rows.ids]
+    rows.features["pixel_values_videos"] = pixels(sum(videos_per_row), 2, 3, 16, 16)
+    rows.counts = {"num_videos": list(videos_per_row)}
+    return rows
 
 
-def paligemma():
-    text = {**TEXT, "model_type": "gemma2", "sliding_window": 64, "query_pre_attn_scalar": 16}
-    config = transformers.PaliGemmaConfig(
-        text_config=text, vision_config=SIGLIP_VISION, image_token_index=IMAGE, projection_dim=32
-    )
-
-    def rows(images_per_row):
-        made = image_rows(images_per_row, tokens=16)
-        made.features["token_type_ids"] = [[int(i > 30) for i in ids] for ids in made.ids]
-        made.features["labels"] = made.ids
-        return made
-
-    return transformers.PaliGemmaModel(config), rows
+def labelled_rows(images_per_row, _) -> Rows:
+    rows = image_rows(images_per_row)
+    rows.features["token_type_ids"] = [[int(i > 30) for i in ids] for ids in rows.ids]
+    rows.features["labels"] = rows.ids
+    return rows
 
 
-def gemma3(crops: bool = False):
-    text = {**TEXT, "model_type": "gemma3_text", "sliding_window": 8, "query_pre_attn_scalar": 16}
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=SIGLIP_VISION, mm_tokens_per_image=4, image_token_index=IMAGE
-    )
-
-    def rows(images_per_row):
-        tiles = [1 + 3 * ((i + 1) % 2) if crops else 1 for i in range(sum(images_per_row))]
-        return tiled_rows(images_per_row, tiles, tokens=4, with_types=True)
-
-    return transformers.Gemma3Model(config), rows
-
-
-def tiled_rows(images_per_row, tiles, tokens: int, with_types: bool = False) -> Rows:
-    """Images of several tiles each; the collator counts images too, which do not add up to the tiles."""
-    each = iter(tiles)
-    rows = rows_with(images_per_row, lambda: next(each) * tokens)
-    each = iter(tiles)
+def tiled_rows(images_per_row, _, tiles=lambda i: 1, with_types: bool = False) -> Rows:
+    """Image i has tiles(i) tiles of 4 tokens; the collator counts images too, which do not add up to the tiles."""
+    number = [tiles(i) for i in range(sum(images_per_row))]
+    each = iter(number)
+    rows = rows_with(images_per_row, lambda: next(each) * 4)
+    each = iter(number)
     rows.counts["num_tiles"] = [sum(next(each) for _ in range(images)) for images in images_per_row]
-    rows.features["pixel_values"] = pixels(sum(tiles), 3, 16, 16)
+    rows.features["pixel_values"] = pixels(sum(number), 3, 16, 16)
     if with_types:
         rows.features["token_type_ids"] = [[int(i == IMAGE) for i in ids] for ids in rows.ids]
     return rows
 
 
-def gemma4():
-    text = {**TEXT, "model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "num_global_key_value_heads": 1}
-    vision = {**VISION, "model_type": "gemma4_vision", "pooling_kernel_size": 2, "num_key_value_heads": 2}
-    config = transformers.Gemma4Config(
-        text_config=text, vision_config={**vision, "head_dim": 16}, audio_config=None, image_token_id=IMAGE
-    )
-    config.video_token_id = VIDEO
-
-    def rows(images_per_row):
-        sides = [(4, 2 + 2 * (i % 2)) for i in range(sum(images_per_row))]
-        tokens = iter([height * width // 4 for height, width in sides])
-        made = rows_with(images_per_row, lambda: next(tokens))
-        positions = torch.full((len(sides), 16, 2), -1)
-        for i, (height, width) in enumerate(sides):
-            grid = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(1)
-            positions[i, : height * width] = grid
-        made.features |= {"pixel_values": pixels(len(sides), 16, 48), "image_position_ids": positions}
-        made.features["mm_token_type_ids"] = [[int(i == IMAGE) for i in ids] for ids in made.ids]
-        return made
-
-    return transformers.Gemma4Model(config), rows
+def positioned_rows(images_per_row, _) -> Rows:
+    sides = [(4, 2 + 2 * (i % 2)) for i in range(sum(images_per_row))]
+    tokens = iter([height * width // 4 for height, width in sides])
+    rows = rows_with(images_per_row, lambda: next(tokens))
+    positions = torch.full((len(sides), 16, 2), -1)
+    for i, (height, width) in enumerate(sides):
+        grid = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(1)
+        positions[i, : height * width] = grid
+    rows.features |= {"pixel_values": pixels(len(sides), 16, 48), "image_position_ids": positions}
+    rows.features["mm_token_type_ids"] = [[int(i == IMAGE) for i in ids] for ids in rows.ids]
+    return rows
 
 
-def padded_rows(images_per_row, tokens: int) -> Rows:
+def padded_rows(images_per_row, _, tokens: int = 4) -> Rows:
     """Tiles padded per row with zeros; the second image of a row has two tiles."""
     tiles = [[1 + i for i in range(images)] for images in images_per_row]
     each = iter([n for row in tiles for n in row])
@@ -376,77 +204,6 @@ def padded_rows(images_per_row, tokens: int) -> Rows:
     return rows
 
 
-def idefics3():
-    vision = {**VISION, "model_type": "idefics3_vision"}
-    config = transformers.Idefics3Config(text_config=LLAMA, vision_config=vision, image_token_id=IMAGE, scale_factor=2)
-    return transformers.Idefics3Model(config), functools.partial(padded_rows, tokens=4)
-
-
-def smolvlm():
-    vision = {**VISION, "model_type": "smolvlm_vision"}
-    config = transformers.SmolVLMConfig(text_config=LLAMA, vision_config=vision, image_token_id=IMAGE, scale_factor=2)
-    return transformers.SmolVLMModel(config), functools.partial(padded_rows, tokens=4)
-
-
-def idefics2():
-    perceiver = {"resampler_n_latents": 3, "resampler_depth": 1, "resampler_n_heads": 2, "num_key_value_heads": 1}
-    config = transformers.Idefics2Config(
-        text_config={**TEXT, "model_type": "mistral"},
-        vision_config={**VISION, "model_type": "idefics2_vision"},
-        perceiver_config={**perceiver, "resampler_head_dim": 8},
-        image_token_id=IMAGE,
-    )
-    return transformers.Idefics2Model(config), functools.partial(padded_rows, tokens=3)
-
-
-def modernvbert():
-    text = {**TEXT, "model_type": "modernbert", "cls_token_id": 1, "sep_token_id": 2}
-    config = transformers.ModernVBertConfig(
-        text_config=text, vision_config=SIGLIP_VISION, image_token_id=IMAGE, pixel_shuffle_factor=2
-    )
-    return transformers.ModernVBertModel(config), functools.partial(padded_rows, tokens=4)
-
-
-def internvl():
-    vision = {**VISION, "model_type": "internvl_vision", "image_size": [16, 16], "patch_size": [4, 4]}
-    config = transformers.InternVLConfig(text_config=QWEN, vision_config=vision, image_token_id=IMAGE)
-
-    def rows(images_per_row):
-        return tiled_rows(images_per_row, [1 + 2 * (i % 2) for i in range(sum(images_per_row))], tokens=4)
-
-    return transformers.InternVLModel(config), rows
-
-
-def aya_vision():
-    config = transformers.AyaVisionConfig(
-        text_config={**TEXT, "model_type": "cohere2"}, vision_config=SIGLIP_VISION, image_token_index=IMAGE
-    )
-
-    def rows(images_per_row):
-        return tiled_rows(images_per_row, [1 + (i % 2) for i in range(sum(images_per_row))], tokens=4)
-
-    return transformers.AyaVisionModel(config), rows
-
-
-def lfm2_vl():
-    text = {**TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_ff_dim": 48}
-    config = transformers.Lfm2VlConfig(
-        text_config=text,
-        vision_config={**WIDTH, "model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 16},
-        image_token_id=IMAGE,
-        projector_hidden_size=32,
-    )
-
-    def rows(images_per_row):
-        shapes = [(2, 2 + 2 * (i % 2)) for i in range(sum(images_per_row))]
-        tokens = iter([height * width // 4 for height, width in shapes])
-        made = rows_with(images_per_row, lambda: next(tokens))
-        made.features |= patched(shapes)
-        return made
-
-    return transformers.Lfm2VlModel(config), rows
-
-
 def patched(shapes) -> dict[str, torch.Tensor]:
     most = max(h * w for h, w in shapes) + 2
     mask = torch.stack([(torch.arange(most) < h * w).long() for h, w in shapes])
@@ -457,67 +214,134 @@ def patched(shapes) -> dict[str, torch.Tensor]:
     }
 
 
-def mllama():
-    text = {**TEXT, "model_type": "mllama_text_model", "num_hidden_layers": 3, "cross_attention_layers": [1]}
-    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    vision = {**VISION, "attention_heads": 2, "num_global_layers": 1, "max_num_tiles": 2, "vision_output_dim": 64}
-    config = transformers.MllamaConfig(
-        text_config=text,
-        vision_config={**vision, "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1], [1, 2]]},
-        image_token_index=IMAGE,
-    )
-
-    def rows(images_per_row):
-        made = rows_with(images_per_row, lambda: 1)
-        most, rows, length = max(images_per_row), len(images_per_row), max(map(len, made.ids)) + 3
-        tiles = torch.zeros(rows, most, 2, dtype=torch.long)
-        ratios = torch.zeros(rows, most, dtype=torch.long)
-        seen = torch.zeros(rows, length, most, 2, dtype=torch.long)
-        for row, images in enumerate(images_per_row):
-            for image in range(images):
-                number = 1 + image % 2
-                tiles[row, image, :number], ratios[row, image] = 1, number
-                first = [i for i, token in enumerate(made.ids[row]) if token == IMAGE][image]
-                seen[row, first : len(made.ids[row]), image, :number] = 1
-        made.features |= {
-            "pixel_values": pixels(rows, most, 2, 3, 16, 16) * tiles[..., None, None, None],
-            "aspect_ratio_ids": ratios,
-            "aspect_ratio_mask": tiles,
-            "cross_attention_mask": seen,
-        }
-        return made
-
-    return transformers.MllamaModel(config), rows
+def patched_rows(images_per_row, _) -> Rows:
+    shapes = [(2, 2 + 2 * (i % 2)) for i in range(sum(images_per_row))]
+    tokens = iter([height * width // 4 for height, width in shapes])
+    rows = rows_with(images_per_row, lambda: next(tokens))
+    rows.features |= patched(shapes)
+    return rows
 
 
-FAMILIES = {
-    "llava": llava,
-    "llava with pixtral": pixtral,
-    "mistral3": mistral3,
-    "vipllava": vipllava,
-    "llava_next": llava_next,
-    "llava_onevision": llava_onevision,
-    "llava_onevision video": onevision_video,
-    "qwen2_vl": qwen2_vl,
-    "qwen2_5_vl": qwen2_5_vl,
-    "qwen3_vl": qwen3_vl,
-    "qwen3_5": qwen3_5,
-    "glm4v": glm4v,
-    "qwen2_5_vl video": lambda: (qwen2_5_vl()[0], functools.partial(video_rows, with_timestamps=False, seconds=True)),
-    "qwen3_vl video": lambda: (qwen3_vl()[0], functools.partial(video_rows, with_timestamps=True)),
-    "paligemma": paligemma,
-    "gemma3": gemma3,
-    "gemma3 pan-and-scan": functools.partial(gemma3, crops=True),
-    "gemma4": gemma4,
-    "idefics2": idefics2,
-    "idefics3": idefics3,
-    "smolvlm": smolvlm,
-    "modernvbert": modernvbert,
-    "internvl": internvl,
-    "aya_vision": aya_vision,
-    "lfm2_vl": lfm2_vl,
-    "mllama": mllama,
-}
+def crossed_rows(images_per_row, _) -> Rows:
+    """Images that text reads through cross-attention, padded per row, in one tile or two."""
+    made = rows_with(images_per_row, lambda: 1)
+    most, rows, length = max(images_per_row), len(images_per_row), max(map(len, made.ids)) + 3
+    tiles = torch.zeros(rows, most, 2, dtype=torch.long)
+    ratios = torch.zeros(rows, most, dtype=torch.long)
+    seen = torch.zeros(rows, length, most, 2, dtype=torch.long)
+    for row, images in enumerate(images_per_row):
+        for image in range(images):
+            number = 1 + image % 2
+            tiles[row, image, :number], ratios[row, image] = 1, number
+            first = [i for i, token in enumerate(made.ids[row]) if token == IMAGE][image]
+            seen[row, first : len(made.ids[row]), image, :number] = 1
+    made.features |= {
+        "pixel_values": pixels(rows, most, 2, 3, 16, 16) * tiles[..., None, None, None],
+        "aspect_ratio_ids": ratios,
+        "aspect_ratio_mask": tiles,
+        "cross_attention_mask": seen,
+    }
+    return made
+
+
+# ---- the families: transformers' name, rows of images for it, and what makes a tiny model ----
+
+INDEX, ID = {"image_token_index": IMAGE}, {"image_token_id": IMAGE}
+PIXTRAL = {**VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 32}
+SPLIT = {"image_grid_pinpoints": [[16, 32], [32, 16]], **INDEX}
+ONEVISION = {"text_config": QWEN, "vision_config": SIGLIP_VISION, "video_token_index": VIDEO, **SPLIT}
+GEMMA = {"sliding_window": 64, "query_pre_attn_scalar": 16}
+GRID = {"hidden_size": 32, "depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
+GRID["temporal_patch_size"] = 2
+WIDE = {**GRID, "intermediate_size": 48, "out_hidden_size": 32}
+
+
+def tiny(model_type: str, **more) -> dict:
+    return {**VISION, "model_type": model_type, **more}
+
+
+def with_mrope(vision: dict, text: dict | None = None, **rope) -> dict:
+    text = {**TEXT, **(text or {}), "rope_parameters": {**MROPE, **rope}}
+    return {"text_config": text, "vision_config": vision, "video_token_id": VIDEO, **ID}
+
+
+def gemma3() -> dict:
+    text = {**TEXT, **GEMMA, "model_type": "gemma3_text", "sliding_window": 8}
+    return {"text_config": text, "vision_config": SIGLIP_VISION, "mm_tokens_per_image": 4, **INDEX}
+
+
+QWEN2_5 = with_mrope({**WIDE, "window_size": 16, "fullatt_block_indexes": [1]})
+QWEN3 = with_mrope({**WIDE, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}, mrope_interleaved=True)
+LINEAR = {
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+PERCEIVER = {
+    "resampler_n_latents": 3, "resampler_depth": 1, "resampler_n_heads": 2, "num_key_value_heads": 1,
+    "resampler_head_dim": 8,
+}  # fmt: skip
+MLLAMA = {
+    "text_config": {
+        **TEXT, "model_type": "mllama_text_model", "num_hidden_layers": 3, "cross_attention_layers": [1],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "vision_config": {
+        **VISION, "attention_heads": 2, "num_global_layers": 1, "max_num_tiles": 2, "vision_output_dim": 64,
+        "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1], [1, 2]],
+    },
+}  # fmt: skip
+with_ = functools.partial
+FAMILIES: dict[str, tuple[str, Callable, dict]] = {
+    "llava": ("Llava", image_rows, {"text_config": LLAMA, "vision_config": CLIP_VISION, **INDEX}),
+    "llava with pixtral": ("Llava", with_(sized_rows, edge=4), {
+        "text_config": LLAMA, "vision_config": PIXTRAL, "vision_feature_select_strategy": "full",
+        "vision_feature_layer": -1, **INDEX}),
+    "mistral3": ("Mistral3", with_(sized_rows, edge=8), {
+        "text_config": {**TEXT, "model_type": "mistral"}, "vision_config": PIXTRAL, "spatial_merge_size": 2, **INDEX}),
+    "vipllava": ("VipLlava", image_rows, {
+        "text_config": LLAMA, "vision_config": CLIP_VISION, "vision_feature_layers": [-1, -2], **INDEX}),
+    "llava_next": ("LlavaNext", split_rows, {"text_config": LLAMA, "vision_config": CLIP_VISION, **SPLIT}),
+    "llava_onevision": ("LlavaOnevision", with_(split_rows, has_counts=True), ONEVISION),
+    "llava_onevision video": ("LlavaOnevision", video_rows, ONEVISION),
+    "qwen2_vl": ("Qwen2VL", grid_rows, with_mrope({**GRID, "embed_dim": 32, "mlp_ratio": 2})),
+    "qwen2_5_vl": ("Qwen2_5_VL", grid_rows, QWEN2_5),
+    "qwen3_vl": ("Qwen3VL", grid_rows, QWEN3),
+    "qwen3_5": ("Qwen3_5", grid_rows, with_mrope(
+        {**WIDE, "num_position_embeddings": 64}, LINEAR, partial_rotary_factor=1.0, mrope_interleaved=True)),
+    "glm4v": ("Glm4v", grid_rows, with_mrope({**WIDE, "image_size": 16}, partial_rotary_factor=1.0)),
+    "qwen2_5_vl video": ("Qwen2_5_VL", with_(grid_video_rows, with_timestamps=False), QWEN2_5),
+    "qwen3_vl video": ("Qwen3VL", with_(grid_video_rows, with_timestamps=True), QWEN3),
+    "paligemma": ("PaliGemma", labelled_rows, {
+        "text_config": {**TEXT, **GEMMA, "model_type": "gemma2"}, "vision_config": SIGLIP_VISION,
+        "projection_dim": 32, **INDEX}),
+    "gemma3": ("Gemma3", with_(tiled_rows, with_types=True), gemma3()),
+    "gemma3 pan-and-scan": (
+        "Gemma3", with_(tiled_rows, tiles=lambda i: 1 + 3 * ((i + 1) % 2), with_types=True), gemma3()),
+    "gemma4": ("Gemma4", positioned_rows, {
+        "text_config": {**TEXT, "model_type": "gemma4_text", "hidden_size_per_layer_input": 0,
+                        "num_global_key_value_heads": 1},
+        "vision_config": tiny("gemma4_vision", pooling_kernel_size=2, num_key_value_heads=2, head_dim=16),
+        "audio_config": None, "video_token_id": VIDEO, **ID}),
+    "idefics2": ("Idefics2", with_(padded_rows, tokens=3), {
+        "text_config": {**TEXT, "model_type": "mistral"}, "vision_config": tiny("idefics2_vision"),
+        "perceiver_config": PERCEIVER, **ID}),
+    "idefics3": ("Idefics3", padded_rows, {
+        "text_config": LLAMA, "vision_config": tiny("idefics3_vision"), "scale_factor": 2, **ID}),
+    "smolvlm": ("SmolVLM", padded_rows, {
+        "text_config": LLAMA, "vision_config": tiny("smolvlm_vision"), "scale_factor": 2, **ID}),
+    "modernvbert": ("ModernVBert", padded_rows, {
+        "text_config": {**TEXT, "model_type": "modernbert", "cls_token_id": 1, "sep_token_id": 2},
+        "vision_config": SIGLIP_VISION, "pixel_shuffle_factor": 2, **ID}),
+    "internvl": ("InternVL", with_(tiled_rows, tiles=lambda i: 1 + 2 * (i % 2)), {
+        "text_config": QWEN, "vision_config": tiny("internvl_vision", image_size=[16, 16], patch_size=[4, 4]), **ID}),
+    "aya_vision": ("AyaVision", with_(tiled_rows, tiles=lambda i: 1 + i % 2), {
+        "text_config": {**TEXT, "model_type": "cohere2"}, "vision_config": SIGLIP_VISION, **INDEX}),
+    "lfm2_vl": ("Lfm2Vl", patched_rows, {
+        "text_config": {**TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_ff_dim": 48},
+        "vision_config": {**WIDTH, "model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 16},
+        "projector_hidden_size": 32, **ID}),
+    "mllama": ("Mllama", crossed_rows, {**MLLAMA, **INDEX}),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -536,9 +360,11 @@ def double_precision(monkeypatch):
 
 @functools.cache
 def family(name: str):
-    model, rows = FAMILIES[name]()
+    kind, rows, options = FAMILIES[name]
+    config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(options))
+    model = getattr(transformers, f"{kind}Model")(config)
     fill_zeros(model)
-    return model.double().train(), rows
+    return model.double().train(), lambda images_per_row: rows(images_per_row, model)
 
 
 def fill_zeros(model: nn.Module) -> None:
