@@ -208,7 +208,7 @@ REDUCED_TOGETHER = 2**28  # elements of gradients that copies of a pipeline aver
 IN_ROUNDS = ("interleaved_1f1b", "zero_bubble")  # chunks come in rounds of equal length
 SPLIT_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd"})  # whose state is split as the parameter is
 CUT_BACKWARDS = ("zero_bubble", "zero_bubble_v")  # gradients of weights come later than those of a stage's input
-# Model types of which stage after stage was measured to be the whole model (strategies/stages.py knows their parts).
+# Model types of which stage after stage was measured to be the whole model (pipeline/stages.py knows their parts).
 IN_STAGES = frozenset({"bert", "llama", "mistral", "modernbert", "qwen2", "qwen3", "roberta", "xlm-roberta"})
 
 

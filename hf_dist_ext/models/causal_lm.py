@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.backbones import load_complete
 from hf_dist_ext.strategies import choose
-from hf_dist_ext.strategies.stages import put_back
+from hf_dist_ext.strategies.pipeline.stages import put_back
 
 
 def load_causal_lm(name_or_path: str | Path, args: Any, **options: Any) -> PreTrainedModel:

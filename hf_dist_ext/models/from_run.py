@@ -51,7 +51,7 @@ from hf_dist_ext.models.backbones import (
 )
 from hf_dist_ext.models.folders import read_json, resolve_folder
 from hf_dist_ext.policy import TOKENS
-from hf_dist_ext.strategies.stages import put_back
+from hf_dist_ext.strategies.pipeline.stages import put_back
 
 NAMES = {Pooling: "pooling", MultiVectorMask: "mask", Normalize: "normalize"}
 STATES = "token_embeddings"  # what sentence-transformers calls the vectors of tokens between its modules

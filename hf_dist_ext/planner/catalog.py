@@ -208,7 +208,7 @@ def refusal(strategy: StrategySpec, work: Workload, hardware: Hardware) -> str:
 
 
 def _stages_not_sharded(pipeline: PipelineShape, work: Workload, hardware: Hardware) -> str:
-    """As strategies/sharded_stages.py refuses them."""
+    """As strategies/pipeline/sharded_stages.py refuses them."""
     given = f'sharding="{work.given["sharding"]}" in a pipeline'
     if not pipeline.sharding:
         return f"{given} is over all copies: FULL_SHARD or SHARD_GRAD_OP"

@@ -36,7 +36,7 @@ from hf_dist_ext.planner.traffic import Traffic, between_copies, inside_layers, 
 from hf_dist_ext.planner.workload import BatchColumn, Workload
 
 MOST_PARTS = 8  # devices that share layers; more do not pay even inside a machine
-# As strategies/pipeline_options.py refuses them.
+# As strategies/pipeline/options.py refuses them.
 NOT_IN_PIPELINES = (
     "fp16", "torch_compile", "gradient_cache_keep_graph", "frozen_feature_cache", "save_async", "ddp_comm_hook",
     "reduce_dtype", "cpu_offload", "min_num_params", "bf16_full_eval", "fp16_full_eval", "neftune_noise_alpha",
@@ -158,7 +158,7 @@ def models_of_stages(work: Workload, pipeline: PipelineShape) -> list[Model]:
 @dataclass(frozen=True)
 class Left:
     """On one stage by one row, but for copies of weights in the precision of the computation. Bytes, but for
-    multiply-adds. Chunks share the copies of trained weights (strategies/pipeline_passes.py)."""
+    multiply-adds. Chunks share the copies of trained weights (strategies/pipeline/passes.py)."""
 
     saved: float  # until the row's backward, with what came in and what was given
     casts: float  # copies of weights, which a chunk has for as long
@@ -275,7 +275,7 @@ class Staged:
         return found
 
     def _state(self, own: Sequence[int]) -> Bytes:
-        """Weights, gradients and state. Copies that share one set (strategies/sharded_stages.py) gather weights as
+        """Weights, gradients and state. Copies that share one set (pipeline/sharded_stages.py) gather weights as
         they are stored: all for an update, or two units for a chunk; so are gradients. Others average gradients, flat,
         once per update."""
         units, pipeline, copies = self.units(own), self.pipeline, self.copies

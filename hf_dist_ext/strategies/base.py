@@ -195,18 +195,6 @@ class Strategy:
         """Embeddings of an evaluation, on every rank."""
         return encode_without_graph(batch, encode, phase)
 
-    def train_batch(self, batch: Mapping[str, Any], score: Callable, phase: PhaseContext) -> torch.Tensor:
-        """With `is_cut` and a model's own loss: forward and backward of a batch, and its loss on every rank that holds
-        its rows. `score`: (model, features) -> (loss, outputs), of a part of the rows; the losses are added up."""
-        raise NotImplementedError
-
-    def score_batch(
-        self, batch: Mapping[str, Any], score: Callable, has_loss: bool, wants_logits: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Likewise without a backward: (the loss, None without one; logits (rows, tokens, vocabulary) where they are
-        wanted), on every rank that holds its rows."""
-        raise NotImplementedError
-
     @contextmanager
     def training(self) -> Iterator[None]:
         """Around `train()`. The seed is that of all ranks again afterwards: samplers of a next training ask for it."""

@@ -17,14 +17,14 @@ from hf_dist_ext.strategies import (
     collectives,
     ddp,
     fsdp_options,
-    pipeline,
-    pipeline_options,
     splitting,
 )
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.fsdp import FSDP
-from hf_dist_ext.strategies.pipeline import Pipeline
-from hf_dist_ext.strategies.pipeline_own_loss import OwnLossPipeline
+from hf_dist_ext.strategies.pipeline import options as pipeline_options
+from hf_dist_ext.strategies.pipeline import strategy as pipeline
+from hf_dist_ext.strategies.pipeline.own_loss import OwnLossPipeline
+from hf_dist_ext.strategies.pipeline.strategy import Pipeline
 from hf_dist_ext.strategies.tensor_parallel import TensorParallel
 from hf_dist_ext.strategies.zero import ZeRO
 

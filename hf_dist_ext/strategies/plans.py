@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies.stages import layout_of
+from hf_dist_ext.strategies.pipeline.stages import layout_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,7 +17,7 @@ from torch import nn
 from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import adapters, plans
-from hf_dist_ext.strategies.stages import Passed
+from hf_dist_ext.strategies.pipeline.stages import Passed
 from hf_dist_ext.strategies.tensors import held_here, is_split
 
 if TYPE_CHECKING:

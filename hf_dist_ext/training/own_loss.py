@@ -17,7 +17,6 @@ from torch import nn
 
 from hf_dist_ext.engine.gradient_cache import PhaseContext
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training.loss_scale import Watched
 
 
@@ -26,7 +25,7 @@ class OwnLossStep:
 
     Args:
         args: the run's.
-        strategy: the one that runs, now.
+        strategy: the pipeline that runs, now.
         prepare: a batch of the data loader -> the batch on the device.
         compute_loss: Trainer's.
         count_items: batches, device -> Trainer's `num_items_in_batch`.
@@ -37,7 +36,7 @@ class OwnLossStep:
     def __init__(
         self,
         args: Any,
-        strategy: Callable[[], Strategy],
+        strategy: Callable[[], Any],
         prepare: Callable[[Any], Any],
         compute_loss: Callable[..., Any],
         count_items: Callable[[list[Any], torch.device], Any],

@@ -36,8 +36,8 @@ from transformers import (
 from hf_dist_ext import policy
 from hf_dist_ext.checkpoints import manifest, trainable
 from hf_dist_ext.models.causal_lm import load_causal_lm
-from hf_dist_ext.strategies import pipeline_own_loss, schedules
 from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.strategies.pipeline import own_loss, schedules
 from hf_dist_ext.strategies.tensors import bare_optimizer, gathered, held_here
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -90,7 +90,7 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
     options = {"max_steps": 1, "save_strategy": "no", "gradient_accumulation_steps": 1}
     trainer = make_trainer(folder, lambda args: load_causal_lm(base, args), **(options | more))
     held = sum(p.numel() for p in trainer.model.parameters())
-    counts, flow = Counter(), pipeline_own_loss._OwnLossFlow
+    counts, flow = Counter(), own_loss._OwnLossFlow
 
     class Watched(flow):
         def forward(self, stage, number):
@@ -106,11 +106,11 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
             counts[kind.__name__] += 1
             return super().message(kind, tensor, stage)
 
-    pipeline_own_loss._OwnLossFlow = Watched
+    own_loss._OwnLossFlow = Watched
     try:
         trainer.train()
     finally:
-        pipeline_own_loss._OwnLossFlow = flow
+        own_loss._OwnLossFlow = flow
     line = trainer.strategy.line
     found = {**counts, "per_rank": line.per_rank, "chunks": line.num_chunks, "parameters": held}
     everyone: list = [None, None]

@@ -29,8 +29,9 @@ from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.adapters import adapters_of
-from hf_dist_ext.strategies import pipeline, pipeline_options, pipeline_passes, schedules
 from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.strategies.pipeline import options as pipeline_options
+from hf_dist_ext.strategies.pipeline import passes, schedules, strategy
 from hf_dist_ext.strategies.tensors import bare_optimizer, gathered, held_here
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -58,7 +59,7 @@ def make_trainer(base: Path, folder: Path, has_adapters: bool = False, is_alone:
         **(options | {"gradient_cache_chunk_size": 2, "preemptible": True} | more),
     )  # fmt: skip
     torch.manual_seed(1)
-    model = loaded(base, projection_dim=16, in_stages=pipeline.in_stages(args))
+    model = loaded(base, projection_dim=16, in_stages=strategy.in_stages(args))
     torch.manual_seed(1)
     nn.init.normal_(model.projection.linear.weight, std=0.1)
     if has_adapters:
@@ -303,7 +304,7 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
     trainer = make_trainer(base, folder, **(options | more))
     trainer.data_collator = collate_equal
     cut, args = trainer.strategy.cut, trainer.args
-    flow, all_reduce = pipeline_passes.Flow, dist.all_reduce
+    flow, all_reduce = passes.Flow, dist.all_reduce
     counts, outputs = Counter(), watched_outputs(cut)
     cases, kept = set(), {}  # chunks held per stage; their bytes
     weights = {held_here(p).untyped_storage().data_ptr() for p in trainer.model.parameters()}
@@ -348,11 +349,11 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
         counts["reductions"] += peers is not None and options.get("group") is peers
         return all_reduce(tensor, *arguments, **options)
 
-    pipeline_passes.Flow, dist.all_reduce = Watched, watched_reduce
+    passes.Flow, dist.all_reduce = Watched, watched_reduce
     try:
         trainer.train()
     finally:
-        pipeline_passes.Flow, dist.all_reduce = flow, all_reduce
+        passes.Flow, dist.all_reduce = flow, all_reduce
     found = {
         **counts,
         "cases": sorted(cases),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_dist_ext import policy
-from hf_dist_ext.strategies import schedules
+from hf_dist_ext.strategies.pipeline import schedules
 from tests.distributed import causal_pipeline_worker as worker
 from tests.distributed.forked import launch
 from tests.parity import causal_worker

@@ -14,9 +14,9 @@ import pytest
 
 from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import schedules
 from hf_dist_ext.strategies.mesh import Shape
-from hf_dist_ext.strategies.pipeline import Pipeline
+from hf_dist_ext.strategies.pipeline import schedules
+from hf_dist_ext.strategies.pipeline.strategy import Pipeline
 from tests.distributed import mesh_worker, pipeline_worker
 from tests.distributed.forked import launch, train_under_preset
 from tests.parity.exactness_table import LAYOUTS, MESHES, measure_mesh

@@ -22,8 +22,8 @@ from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Settings
 from hf_dist_ext.planner.pipelines import Staged
 from hf_dist_ext.run.read import load_run
-from hf_dist_ext.strategies import schedules
-from hf_dist_ext.strategies.pipeline import Pipeline
+from hf_dist_ext.strategies.pipeline import schedules
+from hf_dist_ext.strategies.pipeline.strategy import Pipeline
 from hf_dist_ext.tasks import trace
 from tests.distributed import pipeline_worker as worker
 from tests.distributed.forked import by_launch, launch, train_under_preset

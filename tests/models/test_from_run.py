@@ -19,7 +19,8 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.plan import plan_freezing
 from hf_dist_ext.models.backbones import build_backbone, parse_config
 from hf_dist_ext.models.from_run import build, describe
-from hf_dist_ext.strategies import choose, stages
+from hf_dist_ext.strategies import choose
+from hf_dist_ext.strategies.pipeline import stages
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from tests.distributed.forked import launch
 from tests.sentence_models import bert, picture_model, routed_model, static_model, text_model

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hf_dist_ext.policy import CUT_BACKWARDS, stages_per_rank  # noqa: E402
-from hf_dist_ext.strategies.schedules import SCHEDULES  # noqa: E402
+from hf_dist_ext.strategies.pipeline.schedules import SCHEDULES  # noqa: E402
 from tests.distributed.forked import launch  # noqa: E402
 from tests.parity import causal_worker, exactness_worker  # noqa: E402
 

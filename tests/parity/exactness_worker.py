@@ -30,8 +30,8 @@ from hf_dist_ext.checkpoints.trainable import named
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.frozen.plan import plan_freezing
 from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.strategies.pipeline.stages import StagedModel
 from hf_dist_ext.strategies.splitting import launched_config, split, split_adapters
-from hf_dist_ext.strategies.stages import StagedModel
 from hf_dist_ext.strategies.tensors import put
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss

@@ -17,8 +17,9 @@ from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.memory import Case, Settings, model_of
 from hf_dist_ext.run.presets import presets
 from hf_dist_ext.run.read import load_run
-from hf_dist_ext.strategies import plans, schedules, stages
-from hf_dist_ext.strategies.own_loss_stages import StagedModelWithLoss
+from hf_dist_ext.strategies import plans
+from hf_dist_ext.strategies.pipeline import schedules, stages
+from hf_dist_ext.strategies.pipeline.own_loss_stages import StagedModelWithLoss
 from tests.planner.test_choose import DECODER, filled, make_run, on_machine, workload  # noqa: F401, a fixture
 from tests.tiny_models import embedding_model, model_config
 

@@ -9,10 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import causal_lm
-from hf_dist_ext.strategies import choose, own_loss_stages, stages
-from hf_dist_ext.strategies.own_loss_stages import StagedModelWithLoss
-from hf_dist_ext.strategies.pipeline_own_loss import cut_rows
-from hf_dist_ext.strategies.pipeline_passes import first_row
+from hf_dist_ext.strategies import choose
+from hf_dist_ext.strategies.pipeline import own_loss_stages, stages
+from hf_dist_ext.strategies.pipeline.own_loss import cut_rows
+from hf_dist_ext.strategies.pipeline.own_loss_stages import StagedModelWithLoss
+from hf_dist_ext.strategies.pipeline.passes import first_row
 from tests.parity.causal_worker import TIED, Case, build, collate
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from hf_dist_ext import policy
-from hf_dist_ext.strategies import schedules
-from hf_dist_ext.strategies.schedules import SCHEDULES, Action
+from hf_dist_ext.strategies.pipeline import schedules
+from hf_dist_ext.strategies.pipeline.schedules import SCHEDULES, Action
 
 SHAPES = [
     (name, ranks, per_rank)

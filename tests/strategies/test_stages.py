@@ -7,9 +7,9 @@ from sentence_transformers import SentenceTransformer
 
 from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import stages
 from hf_dist_ext.strategies.mesh import Shape
-from hf_dist_ext.strategies.pipeline import Pipeline
+from hf_dist_ext.strategies.pipeline import stages
+from hf_dist_ext.strategies.pipeline.strategy import Pipeline
 from tests.tiny_models import TEXT_CONFIGS, embed, embedding_model, loaded
 
 LAYERS = 5

@@ -14,7 +14,7 @@ from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.strategies.pipeline import Pipeline
+from hf_dist_ext.strategies.pipeline.strategy import Pipeline
 from hf_dist_ext.strategies.zero import ZeRO
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.packing import may_pack

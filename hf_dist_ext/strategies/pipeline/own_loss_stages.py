@@ -20,7 +20,7 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies.stages import (
+from hf_dist_ext.strategies.pipeline.stages import (
     DECODERS,
     Passed,
     StagedModel,

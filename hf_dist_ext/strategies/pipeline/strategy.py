@@ -1,10 +1,10 @@
 """Pipeline parallelism under a loss over embeddings: consecutive ranks hold the same rows and some stages of a model.
 
 A pipeline is a group of consecutive ranks; other groups are copies of it with rows of their own. `mesh.py` says which
-ranks, `stages.py` cuts the model, `schedules.py` says who works when, and `pipeline_passes.py` takes the chunks of a
+ranks, `stages.py` cuts the model, `schedules.py` says who works when, and `passes.py` takes the chunks of a
 step through the stages. Several ranks may split the layers of a stage between them (tensor parallelism, as
 `splitting.py` does it), and copies may shard their weights (FSDP2, `sharded_stages.py`); else gradients are added up
-locally and averaged over the copies once per update. `pipeline_options.py` says what can run as a pipeline.
+locally and averaged over the copies once per update. `options.py` says what can run as a pipeline.
 
 (1) this rank's part of the model
 (2) once per update: gradients over the copies, one norm for the whole model
@@ -30,11 +30,12 @@ from hf_dist_ext import policy
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import Embeddings, PhaseContext
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import adapters, collectives, mesh, plans, sharded_stages, splitting, stages
+from hf_dist_ext.strategies import adapters, collectives, mesh, plans, splitting
 from hf_dist_ext.strategies.base import Strategy, meanwhile
 from hf_dist_ext.strategies.mesh import COPIES, PARTS, STAGES
-from hf_dist_ext.strategies.pipeline_options import check_model, per_rank_of, places_of, schedule_of, size
-from hf_dist_ext.strategies.pipeline_passes import Line, PipelinePasses
+from hf_dist_ext.strategies.pipeline import sharded_stages, stages
+from hf_dist_ext.strategies.pipeline.options import check_model, per_rank_of, places_of, schedule_of, size
+from hf_dist_ext.strategies.pipeline.passes import Line, PipelinePasses
 from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.strategies.tensors import held_here, num_parts, put, whole
 

@@ -26,12 +26,13 @@ from torch import nn
 from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.gradient_cache import PhaseContext, refuse_nothing_trains
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import collectives, own_loss_stages
+from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.mesh import STAGES
-from hf_dist_ext.strategies.own_loss_stages import Score, StagedModelWithLoss
-from hf_dist_ext.strategies.pipeline import Pipeline
-from hf_dist_ext.strategies.pipeline_options import places_of
-from hf_dist_ext.strategies.pipeline_passes import Flow, Line, first_row
+from hf_dist_ext.strategies.pipeline import own_loss_stages
+from hf_dist_ext.strategies.pipeline.options import places_of
+from hf_dist_ext.strategies.pipeline.own_loss_stages import Score, StagedModelWithLoss
+from hf_dist_ext.strategies.pipeline.passes import Flow, Line, first_row
+from hf_dist_ext.strategies.pipeline.strategy import Pipeline
 from hf_dist_ext.strategies.tensors import held_here, split_as
 
 
@@ -62,6 +63,8 @@ class OwnLossPipeline(Pipeline):
     # ---- a batch ----
 
     def train_batch(self, batch: Mapping[str, Any], score: Score, phase: PhaseContext) -> torch.Tensor:
+        """Forward and backward of a batch, and its loss on every rank that holds its rows. `score`: of a part of the
+        rows; the losses are added up."""
         leaf = torch.zeros((), device=self.line.device, requires_grad=True)
         self.backward(leaf, leaf.detach())  # which is asked what it makes of a loss
         with self.sharing_casts(self.cut.is_checkpointed):
@@ -71,6 +74,7 @@ class OwnLossPipeline(Pipeline):
     def score_batch(
         self, batch: Mapping[str, Any], score: Score, has_loss: bool, wants_logits: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Likewise without a backward: the loss, None without one, and logits (B, T, V) where they are wanted."""
         flow = self._run(batch, score, lambda phase: nullcontext(), seed=None, keeps_logits=wants_logits)
         if self.sharded is not None:
             self.sharded.free()

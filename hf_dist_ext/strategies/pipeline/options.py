@@ -12,7 +12,8 @@ from torch import nn
 
 from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import mesh, schedules, sharded_stages
+from hf_dist_ext.strategies import mesh
+from hf_dist_ext.strategies.pipeline import schedules, sharded_stages
 
 # What transformers calls the options of activation checkpointing, today and before 5.23.
 CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")

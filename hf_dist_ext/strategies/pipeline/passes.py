@@ -44,8 +44,8 @@ from hf_dist_ext.engine.gradient_cache import (
     score_embeddings,
 )
 from hf_dist_ext.engine.replay import Comparison, RandomState, ReplayError, replayed
-from hf_dist_ext.strategies import schedules
-from hf_dist_ext.strategies.stages import StagedModel
+from hf_dist_ext.strategies.pipeline import schedules
+from hf_dist_ext.strategies.pipeline.stages import StagedModel
 
 
 class Line:
