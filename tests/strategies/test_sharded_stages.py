@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hf_dist_ext.strategies.sharded_stages import ShardedStages
+from hf_dist_ext.strategies.pipeline.sharded_stages import ShardedStages
 
 
 class Layer(nn.Module):
