@@ -359,17 +359,13 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
 def _search(arguments: argparse.Namespace, overrides: list[str]) -> None:
     if arguments.top_k < 1:
         raise UsageError(f"--top_k {arguments.top_k} is not a positive number of results.")
-    query = " ".join(arguments.query)
-    if arguments.data is not None:
-        from hf_dist_ext.tasks.search_files import main as search_files
-
-        search_files(arguments.model, query, arguments.image, arguments.data, arguments.column, arguments.top_k)
-        return
-    if wrong := [name for name in ("image", "column") if getattr(arguments, name) is not None]:
+    wrong = [name for name in ("image", "column") if getattr(arguments, name) is not None]
+    if wrong and arguments.data is None:
         raise UsageError(f"--{wrong[0]} goes with --data, which says what is searched. Give --data PATH.")
-    from hf_dist_ext.tasks.search import main as search
+    from hf_dist_ext.tasks.search import main
 
-    search(arguments.model, query, arguments.top_k)
+    query = " ".join(arguments.query)
+    main(arguments.model, query, arguments.top_k, arguments.data, arguments.image, arguments.column)
 
 
 def _merge(arguments: argparse.Namespace, overrides: list[str]) -> None:

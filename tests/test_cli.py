@@ -172,7 +172,7 @@ def test_search_hands_its_words_to_the_search_module(monkeypatch):
     search = types.SimpleNamespace(main=lambda *arguments: calls.append(arguments))
     monkeypatch.setitem(sys.modules, "hf_dist_ext.tasks.search", search)
     cli.main(["search", "--model", "out", "--top_k", "3", "parse", "a date string"])
-    assert calls == [("out", "parse a date string", 3)]
+    assert calls == [("out", "parse a date string", 3, None, None, None)]
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,16 +25,13 @@ import torch
 from tqdm import tqdm
 
 from hf_dist_ext import launched
-from hf_dist_ext.data.columns import columns_of, require_column
-from hf_dist_ext.data.load import FILE_FORMATS, as_named, loading_errors, open_here, refuse_bytes
 from hf_dist_ext.data.storage import reserve
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.tasks.search_files import column_of_texts, open_picture, pictures_below
+from hf_dist_ext.tasks.rows import StoredRows, read_rows
 from hf_dist_ext.tasks.serving import load_for_serving, require_devices
 
 BATCHES_PER_WINDOW = 128
 ROWS_PER_GROUP = 16_384  # of a parquet file
-ID_COLUMNS = ("_id", "id")
 DOCUMENT_ROLE = ("document", "passage", "corpus", "positive")  # prompts whose texts have the length of documents
 OF_RANGES = ("int8", "uint8")
 
@@ -66,22 +61,11 @@ class Encode:
     devices: list[str] | None = None
 
 
-@dataclass(frozen=True)
-class RowsToEncode:
-    """`take(first, end)` gives texts or PIL images, `ids(first, end)` what tells rows apart, called `id_name`."""
-
-    count: int
-    take: Callable[[int, int], list]
-    id_name: str
-    ids: Callable[[int, int], Any]
-    are_pictures: bool = False
-
-
 def main(asked: Encode) -> None:
     """Encode and write. Raises UsageError before anything is embedded for what cannot be."""
     output = Path(asked.output)
     _check(asked, output)
-    rows = read(asked)  # (1)
+    rows = read_rows(Path(asked.data), asked.column, asked.id_column)  # (1)
     with _encoder(asked, rows.are_pictures) as encode:
         width = encode(rows.take(0, 1)).shape[1]
         if asked.dims is not None and asked.dims > width:
@@ -149,54 +133,6 @@ def _refuse_existing(output: Path) -> None:
         raise UsageError(f"--output {output} exists. Give a new file, or remove it.")
 
 
-# (1) ---------------------------------------------------------------------------------------------------------------
-
-
-def read(asked: Encode) -> RowsToEncode:
-    path = Path(asked.data)
-    if path.is_dir():
-        if asked.column is not None or asked.id_column is not None:
-            raise UsageError(f"{path} is a folder of pictures and has no columns. Leave --column and --id_column out.")
-        paths = pictures_below(path).values
-        return RowsToEncode(
-            len(paths),
-            lambda first, end: [open_picture(Path(one)) for one in paths[first:end]],
-            "path",
-            lambda first, end: paths[first:end],
-            are_pictures=True,
-        )
-    if not path.is_file():
-        raise UsageError(f"{path}: there is no such file or folder. Paths start at {Path.cwd()}.")
-    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-    is_data = bool(suffixes) and suffixes[-1] in FILE_FORMATS
-    if not is_data and (asked.column is not None or asked.id_column is not None):
-        raise UsageError(f"{path} is read as lines of text and has no columns. Leave --column and --id_column out.")
-    with loading_errors(str(path)):
-        if is_data:
-            rows = open_here(path, streaming=False)["train"]
-        else:
-            files = as_named([str(path.absolute())])
-            rows = datasets.load_dataset("text", data_files=files, encoding="utf-8-sig")["train"]
-    if asked.id_column is not None:
-        require_column(asked.id_column, columns_of(rows), str(path), "--id_column")
-    ids_named = [name for name in columns_of(rows) if name in (asked.id_column, *ID_COLUMNS) and name != asked.column]
-    id_column = asked.id_column or next((name for name in ID_COLUMNS if name in ids_named), None)
-    column = column_of_texts(rows.remove_columns(ids_named), asked.column, str(path))
-    texts = rows.select_columns([column])
-    refuse_bytes(rows, filter(None, (column, id_column)), str(path))
-    if len(nulls := np.flatnonzero(texts.data.column(column).is_null())):
-        raise UsageError(
-            f'{path}, row {nulls[0]} (counted from 0): column "{column}" is null. Give every row a text, or remove it.'
-        )
-    numbers, ids = np.arange(len(rows)), None if id_column is None else rows.select_columns([id_column])
-    return RowsToEncode(
-        len(rows),
-        lambda first, end: texts[first:end][column],
-        id_column or "row",
-        lambda first, end: numbers[first:end] if ids is None else ids[first:end][id_column],
-    )
-
-
 def _reserve(unfinished: Path, count: int, width: int) -> None:
     """Room on the disk for all embeddings: without it a full disk would end the process by a signal in the middle."""
     try:
@@ -242,7 +178,7 @@ def gives_length_one(model: torch.nn.Module) -> bool:
     return any(isinstance(module, Normalize) for module in model.modules())
 
 
-def _encode(rows: RowsToEncode, encode: Callable[[list], np.ndarray], unfinished: Path, batch_size: int) -> None:
+def _encode(rows: StoredRows, encode: Callable[[list], np.ndarray], unfinished: Path, batch_size: int) -> None:
     embeddings = np.lib.format.open_memmap(unfinished, "r+")
     window = BATCHES_PER_WINDOW * batch_size
     with tqdm(total=rows.count, desc="embedding", unit=" rows", disable=None) as bar:  # None: where no terminal is
@@ -256,7 +192,7 @@ def _encode(rows: RowsToEncode, encode: Callable[[list], np.ndarray], unfinished
 # (3) ---------------------------------------------------------------------------------------------------------------
 
 
-def _finish(unfinished: Path, output: Path, rows: RowsToEncode, precision: str, ranges: np.ndarray | None) -> None:
+def _finish(unfinished: Path, output: Path, rows: StoredRows, precision: str, ranges: np.ndarray | None) -> None:
     embeddings = np.load(unfinished, mmap_mode="r")
     if precision in OF_RANGES and ranges is None:
         ranges = ranges_of(embeddings)
@@ -281,7 +217,7 @@ def _finish(unfinished: Path, output: Path, rows: RowsToEncode, precision: str, 
 
 
 def _write_parquet(
-    path: Path, embeddings: np.ndarray, rows: RowsToEncode, precision: str, ranges: np.ndarray | None
+    path: Path, embeddings: np.ndarray, rows: StoredRows, precision: str, ranges: np.ndarray | None
 ) -> None:
     writer = None
     try:

@@ -27,7 +27,7 @@ from hf_dist_ext.data.row_check import RowCheck
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.folders import resolve_folder
 from hf_dist_ext.run.config import RunConfig
-from hf_dist_ext.tasks.search_files import facts_of_model
+from hf_dist_ext.tasks.search import facts_of_model
 from hf_dist_ext.tasks.serving import load_for_serving, require_devices
 
 if TYPE_CHECKING:

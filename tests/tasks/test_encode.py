@@ -20,9 +20,9 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.from_run import describe
 from hf_dist_ext.tasks import encode
 from hf_dist_ext.tasks.encode import Encode
-from hf_dist_ext.tasks.search_files import texts_of as texts_of_file
+from hf_dist_ext.tasks.rows import open_picture, read_rows
 from tests.tasks.test_folders import write_run
-from tests.tasks.test_search_files import pairs, pictures  # noqa: F401, fixtures
+from tests.tasks.test_search import pairs, pictures  # noqa: F401, fixtures
 from tests.tasks.test_stages import main as train
 from tests.tiny_models import WORDS, embed, embedding_model, loaded, model_config, tiny_tokenizer
 
@@ -191,7 +191,7 @@ def test_lines_of_a_text_file_stay_lines_also_when_they_are_empty(folder):
 def test_a_path_of_data_is_no_pattern(tmp_path, kind, lines):
     (tmp_path / f"a[1].{kind}").write_text("\n".join(lines))
     (tmp_path / f"a1.{kind}").write_text("\n".join([*lines, "another file's"]))
-    rows = encode.read(Encode("model", str(tmp_path / f"a[1].{kind}"), "out.npy"))
+    rows = read_rows(tmp_path / f"a[1].{kind}")
     assert rows.take(0, 9) == ["NA", "007"]
 
 
@@ -210,10 +210,7 @@ def test_a_file_that_is_no_text_is_told_with_its_place(tmp_path, name):
         words = rf"{re.escape(name)}.* cannot be unpacked: .* Give a whole .gz file"
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=words):
-        encode.read(Encode("model", str(tmp_path / name), "out.npy"))
-    if name != "id.jsonl":
-        with pytest.raises(UsageError, match=words):
-            texts_of_file(tmp_path / name)
+        read_rows(tmp_path / name)
 
 
 def test_a_pair_of_towers_encodes_pictures_and_texts(pairs, pictures, tmp_path, capsys):  # noqa: F811
@@ -224,7 +221,7 @@ def test_a_pair_of_towers_encodes_pictures_and_texts(pairs, pictures, tmp_path, 
     table = pq.read_table(tmp_path / "pictures.parquet")
     paths = [str(pictures / name) for name in ("a.png", "b.jpg", "more/c.PNG")]
     assert table["path"].to_pylist() == paths and "3 rows, 16 dimensions" in capsys.readouterr().out
-    images = [encode.open_picture(Path(path)) for path in paths]
+    images = [open_picture(Path(path)) for path in paths]
     np.testing.assert_allclose(np.stack(table["embedding"].to_numpy()), model.encode(images), atol=1e-6)
     np.testing.assert_allclose(np.load(tmp_path / "names.npy"), model.encode(["parse", "read a date"]), atol=1e-6)
     other = Encode(str(pairs), str(tmp_path / "names.txt"), str(tmp_path / "other.npy"), prompt="key ")

@@ -24,7 +24,7 @@ from transformers import (
 
 from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.tasks.search_files import pictures_below
+from hf_dist_ext.tasks.rows import read_rows
 from tests.tasks.test_stages import main
 from tests.tiny_models import SPECIAL_IDS, WORDS, loaded, tiny_tokenizer
 
@@ -181,7 +181,7 @@ def test_without_pillow_a_run_with_pictures_ends_in_one_line(run_file, monkeypat
         main(run_file())
     assert "error: pictures need Pillow, which is not installed. Run: pip install" in capsys.readouterr().err
     with pytest.raises(UsageError, match="pictures need Pillow"):
-        pictures_below(tmp_path)
+        read_rows(tmp_path)
 
 
 def test_siglips_texts_have_the_full_width(run_file, tmp_path, capsys):

@@ -18,8 +18,9 @@ from hf_dist_ext.data.code_search import train_tokenizer
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.from_run import describe
 from hf_dist_ext.run.config import RunConfig
-from hf_dist_ext.tasks import search_files
+from hf_dist_ext.tasks import search
 from hf_dist_ext.tasks.adapters import adapt
+from hf_dist_ext.tasks.rows import read_rows
 from tests.tasks.test_image_pairs import dual_encoder
 from tests.tiny_models import embedding_model, loaded, model_config
 
@@ -71,7 +72,7 @@ def test_words_and_pictures_find_pictures(pairs, pictures):
     for question, asked in ((words, None), ("", files[1])):
         scores = naive(pairs, f"search : {words}", files, asked)
         expected = sorted(zip(scores, map(str, files), strict=True), reverse=True)
-        found = search_files.find(str(pairs), question, asked and str(asked), str(pictures))
+        found = search.find(str(pairs), question, asked and str(asked), str(pictures))
         assert [path for _, path in found] == [path for _, path in expected]
         assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], abs=1e-5)
     assert found[0] == (pytest.approx(1.0, abs=1e-5), str(files[1])), "a picture finds itself"
@@ -83,7 +84,7 @@ def test_a_picture_finds_texts(pairs, pictures, tmp_path, capsys):
     lines.write_text("\n\n".join(CAPTIONS))
     expected = [naive(pairs, text, [pictures / "a.png"])[0] for text in CAPTIONS]
     best = CAPTIONS[expected.index(max(expected))]
-    found = search_files.find(str(pairs), "", str(pictures / "a.png"), str(lines))
+    found = search.find(str(pairs), "", str(pictures / "a.png"), str(lines))
     assert found[0] == (pytest.approx(max(expected), abs=1e-5), best) and len(found) == 3
     command = ["search", "--model", str(pairs), "--data", str(lines), "--image", str(pictures / "a.png")]
     cli.main([*command, "--top_k", "1"])
@@ -106,7 +107,7 @@ def test_vectors_are_computed_once_and_again_after_a_change(pairs, pictures, mon
 
     def scores() -> list[float]:
         embedded.clear()
-        return sorted(score for score, _ in search_files.find(str(pairs), "parse", None, str(pictures)))
+        return sorted(score for score, _ in search.find(str(pairs), "parse", None, str(pictures)))
 
     first = scores()
     assert embedded == [3, 1]
@@ -138,7 +139,7 @@ def test_two_searches_at_a_time_write_an_index_each(pairs, pictures, monkeypatch
     plain, written = safetensors.torch.save_file, []
 
     def find() -> list:
-        return search_files.find(str(pairs), "parse", None, str(pictures))
+        return search.find(str(pairs), "parse", None, str(pictures))
 
     def save_file(tensors, path, *more):
         written.append(path)
@@ -167,13 +168,13 @@ def test_a_text_model_searches_the_rows_of_a_file(tmp_path):
     vectors, question = served.encode_document(CAPTIONS), served.encode_query("by key")
     expected = served.similarity(question, vectors)[0].tolist()
     for _ in range(2):  # the second time from the index
-        found = search_files.find(str(tmp_path / "model"), "by key", None, str(tmp_path / "rows.jsonl"))
+        found = search.find(str(tmp_path / "model"), "by key", None, str(tmp_path / "rows.jsonl"))
         assert found == sorted(zip(expected, CAPTIONS, strict=True), reverse=True)
 
 
 def test_what_an_editor_adds_to_a_file_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + "one \u2028 line\r\ntwo\r\n".encode())
-    assert search_files.texts_of(tmp_path / "a.txt").values == ["one \u2028 line", "two"]
+    assert search.texts_of(read_rows(tmp_path / "a.txt"), "a.txt") == ["one \u2028 line", "two"]
 
 
 @pytest.mark.parametrize("change, words", [
@@ -183,7 +184,7 @@ def test_what_an_editor_adds_to_a_file_is_no_text(tmp_path):
     ({"data": "empty"}, "there is no picture below"),
     ({"data": "empty.txt"}, "holds no text"),
     ({"data": "latin.jsonl"}, '"latin.jsonl" is not UTF-8 text: line 2, byte 19 of the file is 0xe9. Save'),
-    ({"data": "latin.txt.gz"}, "--data latin.txt.gz is not UTF-8 text: line 2, byte 5 of the file is 0xe9"),
+    ({"data": "latin.txt.gz"}, "latin.txt.gz. is not UTF-8 text: line 2, byte 5 of the file is 0xe9"),
     ({"data": "two.jsonl"}, "text columns a, b. Name one as --column"),
     ({"data": "two.jsonl", "column": "c"}, "text columns a, b. Name one as --column"),
     ({"data": "text.txt", "column": "a"}, "has no columns"),
@@ -204,7 +205,7 @@ def test_what_does_not_fit_is_one_line(pairs, pictures, tmp_path, monkeypatch, c
     Path("two.jsonl").write_text('{"a": "x", "b": "y", "number": 1}\n')
     given = {"model": str(pairs), "question": "parse", "image": None, "data": str(pictures)} | change
     with pytest.raises(UsageError, match=words):
-        search_files.find(*(given[name] for name in ("model", "question", "image", "data")), given.get("column"))
+        search.find(*(given[name] for name in ("model", "question", "image", "data")), given.get("column"))
 
 
 def test_the_index_beside_adapters_knows_when_their_base_has_changed(tmp_path):
@@ -218,7 +219,7 @@ def test_the_index_beside_adapters_knows_when_their_base_has_changed(tmp_path):
     (tmp_path / "texts.txt").write_text("\n".join(CAPTIONS))
 
     def scores() -> list[float]:
-        found = search_files.find(str(tmp_path / "model"), "by key", None, str(tmp_path / "texts.txt"))
+        found = search.find(str(tmp_path / "model"), "by key", None, str(tmp_path / "texts.txt"))
         return [score for score, _ in sorted(found, key=lambda one: one[1])]
 
     first, kept = scores(), list((tmp_path / "model" / "index").iterdir())
