@@ -9,5 +9,5 @@ that are not finite (`nonfinite.py`) and bad rows (`bad_row_count.py`); `out_of_
 computes retrieval metrics of held-out rows. `early_stopping.py` ends a run that gets no better.
 `sentence_losses.py` has losses of sentence-transformers score embeddings, and `losses_by_name.py` makes such a loss.
 `model_card.py` puts a section of the run file after the card of sentence-transformers: its pictures are of
-`curves.py`, and `citations.py` says what to cite of losses of ours.
+`curves.py`. `sentence_trainer.py` takes what a trainer of sentence-transformers takes.
 """

@@ -28,7 +28,6 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedder import PACKAGE, is_of_sentence_transformers
 from hf_dist_ext.strategies.base import Strategy, meanwhile
 from hf_dist_ext.training.arguments import DistTrainingArguments
-from hf_dist_ext.training.citations import AROUND_OTHERS, own_citations, parts_of
 from hf_dist_ext.training.final_model import is_by_hand
 from hf_dist_ext.training.sentence_data import arguments_from, nulls_of, prepare_sentence_data
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss, as_loss, asked_chunks, scores_embeddings
@@ -40,6 +39,35 @@ ORDER = (
     "train_dataset", "eval_dataset", "loss", "evaluator", "data_collator", "processing_class", "model_init",
     "compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics",
 )  # fmt: skip
+
+# What holds losses and is none itself.
+AROUND_OTHERS = ("SentenceTransformersLoss", "SumOfLosses", "LossPerSource")
+# What is ours -> key, title, authors, arXiv number and class of the paper that it is of.
+PAPERS = {
+    "InfoNCELoss": (
+        "oord2018representation", "Representation Learning with Contrastive Predictive Coding",
+        "Aaron van den Oord and Yazhe Li and Oriol Vinyals", "1807.03748", "cs.LG",
+    ),
+    "SigmoidLoss": (
+        "zhai2023sigmoid", "Sigmoid Loss for Language Image Pre-Training",
+        "Xiaohua Zhai and Basil Mustafa and Alexander Kolesnikov and Lucas Beyer", "2303.15343", "cs.CV",
+    ),
+    "LateInteractionLoss": (
+        "khattab2020colbert",
+        "ColBERT: Efficient and Effective Passage Search via Contextualized Late Interaction over BERT",
+        "Omar Khattab and Matei Zaharia", "2004.12832", "cs.IR",
+    ),
+    "Matryoshka": (
+        "kusupati2022matryoshka", "Matryoshka Representation Learning",
+        "Aditya Kusupati and Gantavya Bhatt and Aniket Rege and Matthew Wallingford and Aditya Sinha and Vivek "
+        "Ramanujan and William Howard-Snyder and Kaifeng Chen and Sham Kakade and Prateek Jain and Ali Farhadi",
+        "2205.13147", "cs.LG",
+    ),
+    "Gradient cache": (
+        "gao2021scaling", "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
+        "Luyu Gao and Yunyi Zhang and Jiawei Han and Jamie Callan", "2101.06983", "cs.LG",
+    ),
+}  # fmt: skip
 
 # Methods of their trainer that a subclass may have, and which DistTrainer never calls -> what says the same to it.
 HOOKS = {
@@ -189,6 +217,33 @@ def add_card(trainer: Any, given: Mapping[str, Any]) -> bool:
     card.citations |= own_citations(trainer.loss, trainer.args.uses_gradient_cache)
     card.tags = [tag for tag in card.tags if tag.removeprefix("loss:") not in AROUND_OTHERS]
     return True
+
+
+def parts_of(loss: Any) -> list[Any]:
+    """The loss and those inside of it, without what only holds others; [] for None."""
+    found: list[Any] = []
+    waiting = [loss]
+    while waiting:
+        one = waiting.pop(0)
+        if one is not None and one not in found:
+            found.append(one)
+            waiting = [*getattr(one, "losses", {}).values(), getattr(one, "loss", None), *waiting]
+    return [one for one in found if type(one).__name__ not in AROUND_OTHERS]
+
+
+def own_citations(loss: Any, is_cached: bool) -> dict[str, str]:
+    """What of ours is cited -> BibTeX. Losses of sentence-transformers say it themselves."""
+    parts = parts_of(loss)
+    cited = [type(one).__name__ for one in parts]
+    cited += ["Matryoshka"] * any(getattr(one, "matryoshka", None) for one in parts)
+    cited += ["Gradient cache"] * bool(is_cached and parts)
+    return {name: _bibtex(*PAPERS[name]) for name in cited if name in PAPERS}
+
+
+def _bibtex(key: str, title: str, authors: str, number: str, kind: str) -> str:
+    fields = {"title": title, "author": authors, "year": f"20{number[:2]}", "eprint": number, "archivePrefix": "arXiv"}
+    lines = [f"    {name}={{{value}}}" for name, value in {**fields, "primaryClass": kind}.items()]
+    return ",\n".join([f"@misc{{{key}", *lines]) + "\n}"
 
 
 def _without_bar(rows: Any, **options: Any) -> Any:

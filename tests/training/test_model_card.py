@@ -16,8 +16,8 @@ from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.training import model_card
-from hf_dist_ext.training.citations import own_citations, parts_of
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
+from hf_dist_ext.training.sentence_trainer import own_citations, parts_of
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.sentence_models import picture_model, pictures
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
