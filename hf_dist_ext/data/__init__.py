@@ -5,9 +5,8 @@ takes evaluation rows from the training split. `conversations.py` and `image_fil
 `code_search.py`, `digits.py` and `glyphs.py` are the datasets that need no download. `order.py`, `sampling.py`
 and `stream_order.py` (with `stream_readers.py`) put rows in order, `position.py` finds the place in that order at a
 resume. `mixture.py` holds several datasets, and
-`fingerprint.py` finds out whether the data are the same. `collator.py`, `vision_language_collator.py` and
-`image_text_collator.py` make batches, which `padding.py` pads. `sentence_collator.py` makes batches by the
-`preprocess` of a SentenceTransformer. `tokens.py` holds texts'
+`fingerprint.py` finds out whether the data are the same. `sentence_collator.py` makes batches by a tokenizer or the
+`preprocess` of a SentenceTransformer, `image_text_collator.py` those of conversations. `tokens.py` holds texts'
 tokens before they are padded, and `tokenized.py` makes them once for a run that reads its rows again. `evaluations.py`
 reads the corpora and rows that a run is judged by.
 `bad_rows.py` and `storage.py` deal with rows and files that can not be read, and `encoding.py` with files that are not
@@ -22,11 +21,9 @@ if TYPE_CHECKING:  # what an editor completes and a type checker reads
     from hf_dist_ext.data.code_search import train_tokenizer as train_tokenizer
     from hf_dist_ext.data.evaluations import read_evaluations as read_evaluations
     from hf_dist_ext.data.sentence_collator import ContrastiveCollator as ContrastiveCollator
-    from hf_dist_ext.data.vision_language_collator import VisionLanguageCollator as VisionLanguageCollator
 
 _HOMES = {
     "ContrastiveCollator": "sentence_collator",
-    "VisionLanguageCollator": "vision_language_collator",
     "read_evaluations": "evaluations",
     "train_tokenizer": "code_search",
 }

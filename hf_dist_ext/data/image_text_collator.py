@@ -23,15 +23,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_dist_ext.data.conversations import ConversationReader, Example, Message
-from hf_dist_ext.data.padding import IGNORED, as_tensors, is_per_token, padded
 from hf_dist_ext.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
 Span = tuple[int, int]
+IGNORED = -100  # the label of a token that no loss counts
 
 
 @dataclass(eq=False)
@@ -223,3 +224,41 @@ def _marks_answers(processor: Any) -> bool:
     template = processor.chat_template
     template = template.get("default", "") if isinstance(template, Mapping) else template
     return re.search(r"\{%-?\s*generation\b", template) is not None
+
+
+def is_per_token(value: Any, ids: list[list[int]]) -> bool:
+    """Whether a processor's output has one integer for every token of `ids`."""
+    return (
+        isinstance(value, list)
+        and len(value) == len(ids)
+        and all(isinstance(row, list) and len(row) == len(of) for row, of in zip(value, ids, strict=True))
+        and all(isinstance(one, int) for one in value[0][:1])
+    )
+
+
+def padded(rows: list[list[int]], fill: int, side: str) -> torch.Tensor:
+    """(B, T)"""
+    width = max(map(len, rows))
+    values = torch.full((len(rows), width), fill, dtype=torch.long)
+    for row, numbers in enumerate(rows):
+        start = width - len(numbers) if side == "left" else 0
+        values[row, start : start + len(numbers)] = torch.tensor(numbers, dtype=torch.long)
+    return values
+
+
+def as_tensors(encoded: Mapping[str, Any], pad_id: int, side: str) -> dict[str, Any]:
+    """`encoded`: of a processor that was called without padding, so that rows could be cut. Whatever has a number per
+    token is padded, all else stacked."""
+    fill, ids = {"input_ids": pad_id, "labels": IGNORED}, encoded["input_ids"]
+    return {
+        key: padded(value, fill.get(key, 0), side) if is_per_token(value, ids) else _tensor(value)
+        for key, value in encoded.items()
+    }
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+        return torch.stack(list(value))
+    return torch.as_tensor(np.asarray(value))

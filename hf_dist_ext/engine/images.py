@@ -274,7 +274,7 @@ class _Reader:
             f"column {self.column!r}: cannot cut {PIXELS[kind]} {tuple(self.features[PIXELS[kind]].shape)}: the batch "
             f"does not say how many {kind}s each of the {self.num_rows} rows has. Have the collator put {name} beside "
             "the features, a list with one number per row, 0 for a row without; "
-            "hf_dist_ext.data.VisionLanguageCollator does."
+            "the batches of a SentenceTransformer have it."
         )
 
 

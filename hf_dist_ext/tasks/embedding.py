@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Router, Transformer
 from transformers.utils import logging
@@ -73,6 +74,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         refuse_unknown_ids(tokenizer, (config.model_config or {}).get("vocab_size"))
         warn_of_unknown(tokenizer, train_dataset, texts)
     prompts = _prompts_of(model, columns) if config.prompts is None else config.prompts  # (3)
+    _refuse_lost_prompts(model, prompts)
     lengths = lengths_of(model, config.max_length, columns)
     if sources is None and not pictures and tokenizer is not None:
         refuse_nothing_left(lengths or model.max_seq_length, prompts, columns, tokenizer)
@@ -242,6 +244,19 @@ def _prompts_to_keep(own: Mapping[str, str], used: Mapping[str, str], columns: l
     roles = {"query": query} | dict.fromkeys(DOCUMENT_NAMES, document)
     trained = {name: used.get(column, "") for name, column in roles.items() if name in own}
     return {**own, **trained, **used}
+
+
+def _refuse_lost_prompts(model: Any, prompts: Mapping[str, Any]) -> None:
+    """A chat template may leave out the message of the system, which a prompt is, and nobody else says so."""
+    for column, prompt in prompts.items() if isinstance(model[0], Transformer) else ():
+        if not prompt or not isinstance(prompt, str):
+            continue
+        without, found = model.preprocess(["a"]), model.preprocess(["a"], prompt=prompt)
+        if found.get("modality") == "message" and torch.equal(without["input_ids"], found["input_ids"]):
+            raise UsageError(
+                f'prompts: the chat template of the model does not write the message of the system, so the prompt of "'
+                f'{column}" would be lost. Use a template that does, or leave the prompt out.'
+            )
 
 
 def _scores_cosines(run: Run, model: Any) -> bool:

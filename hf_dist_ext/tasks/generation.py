@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_dist_ext.data.padding import IGNORED
+from hf_dist_ext.data.image_text_collator import IGNORED
 from hf_dist_ext.training.trainer import DistTrainer
 
 

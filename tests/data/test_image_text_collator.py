@@ -9,8 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
 
 from hf_dist_ext.data.conversations import ConversationReader, load_conversations
-from hf_dist_ext.data.image_text_collator import ImageTextCollator
-from hf_dist_ext.data.padding import IGNORED
+from hf_dist_ext.data.image_text_collator import IGNORED, ImageTextCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
 

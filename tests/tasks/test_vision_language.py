@@ -26,7 +26,7 @@ from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.tasks.embedding import _collator as collator_of
 from hf_dist_ext.tasks.encode import Encode
 from hf_dist_ext.tasks.encode import main as encode
-from hf_dist_ext.tasks.search_files import find
+from hf_dist_ext.tasks.search import find
 from hf_dist_ext.tasks.serving import load_for_serving
 from tests.tasks.test_stages import main
 from tests.tiny_models import embedding_model, loaded, model_config, tiny_tokenizer
@@ -291,6 +291,14 @@ def test_what_cannot_be_is_refused_before_training(run_file, changes, words, cap
     with pytest.raises((UsageError, SystemExit)) as caught:
         main(run_file(**changes))
     assert re.search(words, str(caught.value) + capsys.readouterr().err)
+
+
+def test_a_template_that_drops_the_prompt_is_refused(run_file, tmp_path, capsys):
+    path = run_file()
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[-1]['content'][0]['text'] }}")
+    with pytest.raises((UsageError, SystemExit)) as caught:
+        main(path)
+    assert 'so the prompt of "query" would be lost' in str(caught.value) + capsys.readouterr().err
 
 
 def test_a_row_without_text_and_picture_is_named(run_file, tmp_path, capsys):
