@@ -116,34 +116,33 @@ class GuardedCollator:
         if not self.is_numbered:
             batch = list(enumerate(batch, self.num_seen))
             self.num_seen += len(batch)
-        if not any(isinstance(row, _Unreadable) for _, row in batch):
-            try:
-                return self._collated(batch)
-            except StorageError:
-                raise
-            except Exception:
-                standard, reasons = self._judged(batch)
-                if not any(reasons):
-                    raise  # of the batch, not of a row
-        else:
+        try:
+            return self._collated(batch)
+        except StorageError:
+            raise
+        except Exception:
             standard, reasons = self._judged(batch)
+            if not any(reasons):
+                raise  # of the batch, not of a row
         return self._collated(self._replaced(batch, standard, reasons))
 
     def _collated(self, batch: list[tuple[int, Any]]) -> Any:
         rows = [row for _, row in batch]
-        collated = with_retries(lambda: self.collate(rows), f"a batch of {self.name}")  # (5): opens pictures
+        collated = with_retries(lambda: self._made_of(rows), f"a batch of {self.name}")  # (5): opens pictures
         self.last_good[self._source(rows[-1])] = batch[-1]
         if self.rows is not None and hasattr(collated, "get") and isinstance(collated.get("ids"), dict):
             collated["ids"]["row"] = torch.tensor([number for number, _ in batch])  # for reports; no loss reads it
         return collated
 
-    def _why_bad(self, numbered: tuple[int, Any]) -> Exception | None:
-        _, row = numbered
-        return row.args[0] if isinstance(row, _Unreadable) else self._error_of([row])
+    def _made_of(self, rows: list) -> Any:
+        for row in rows:
+            if isinstance(row, _Unreadable):
+                raise row.args[0]
+        return self.collate(rows)
 
     def _error_of(self, rows: list) -> Exception | None:
         try:
-            self.collate(rows)
+            self._made_of(rows)
         except StorageError:
             raise
         except Exception as error:
@@ -152,7 +151,7 @@ class GuardedCollator:
 
     def _judged(self, batch: list[tuple[int, Any]]) -> tuple[list, list[Exception | None]]:
         """A row that every row must go with, if there is one, and per row of the batch why it cannot be used."""
-        reasons = [self._why_bad(numbered) for numbered in batch]
+        reasons = [self._error_of([row]) for _, row in batch]
         good = [row for (_, row), reason in zip(batch, reasons, strict=True) if reason is None]
         standard = self._standard(batch[0][0], good) if good else []
         beside = (reason or self._odd(standard, row) for (_, row), reason in zip(batch, reasons, strict=True))
@@ -164,9 +163,9 @@ class GuardedCollator:
             known = self.last_good.get(self._source(good[0]))
         else:
             known = self.rows[self._others(number)[0]]
-        if known is None or self._why_bad(known) is not None:
-            known = None, max(good[:COMPARED], key=lambda one: sum(self._odd([one], row) is None for row in good))
-        row = known[1]
+        row = None if known is None else known[1]
+        if row is None or self._error_of([row]) is not None:
+            row = max(good[:COMPARED], key=lambda one: sum(self._odd([one], row) is None for row in good))
         return [row] if self._error_of([row, row]) is None else []  # else no two rows can be collated
 
     def _odd(self, standard: list, row: Any) -> UsageError | None:
@@ -200,7 +199,7 @@ class GuardedCollator:
         free = [other for other in tried if other not in taken]
         for other in free:
             found = self.rows[other]
-            if self._why_bad(found) is None and self._odd(standard, found[1]) is None:
+            if self._error_of([found[1]]) is None and self._odd(standard, found[1]) is None:
                 return found
         raise UsageError(
             f"{self.name}: row {number} cannot be used. Of the {len(tried)} rows after it {len(tried) - len(free)} "

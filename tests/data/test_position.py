@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -10,10 +9,9 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import IterableDataset, Sampler, WeightedRandomSampler
 
 from hf_dist_ext.data.fingerprint import data_fingerprint
-from hf_dist_ext.data.position import DataPosition
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -75,31 +73,6 @@ def test_every_row_is_seen_once_per_epoch(whole, name, stopped):
     assert len(after.seen) == 2 * ROWS - rows > 0
     assert Counter(order[:rows] + after.seen) == Counter(list(range(ROWS)) * 2)
     assert order[:rows] + after.seen == order  # the order goes on as it was, in other batches
-
-
-def test_a_position_is_kept_and_continued_without_a_trainer(tmp_path):
-    """Two processes of 4 rows use 16 of 30 rows; one process of 3 rows goes on: 5 batches, then 2 epochs of 10."""
-    args = DistTrainingArguments(output_dir=str(tmp_path), use_cpu=True, num_train_epochs=3)
-    config = SimpleNamespace(dispatch_batches=None, split_batches=False, even_batches=True)
-
-    def position(own: int, everyone: int, content: dict | None = None) -> DataPosition:
-        return DataPosition(
-            args, table, lambda: (own, everyone), config, splits_last_batch=True, exchange=lambda numbers: [numbers],
-            read_manifest=lambda folder: content,
-        )  # fmt: skip
-
-    before = position(4, 8)
-    with before.training(None):
-        before.add([{}, {}])
-    facts = before.facts(bad_rows=None)
-    assert facts["samples_seen"] == facts["position"]["rows"] == 16 and facts["data_length"] == ROWS
-    batch = {"data_parallel_size": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
-    of_run = {"step": 2, "world_size": 2, "seed": args.seed, "data_seed": None}
-    after = position(3, 3, facts | of_run | batch)
-    with after.training("checkpoint-2"):
-        assert after.used.rows == 16 and not after.used.is_regular
-        assert after.counts((3, 10, 30), DataLoader(table(), batch_size=3)) == (3, 10, 2 + 5 + 2 * 10)
-        assert after.first_batch((0, 2), SimpleNamespace(global_step=2), 27, 3) == (0, 0)
 
 
 def test_an_unchanged_run_is_trainers_own_resume(whole):
@@ -270,29 +243,3 @@ def test_pictures_are_fingerprinted_as_they_are_stored_not_as_objects(tmp_path):
     assert data_fingerprint(pictures().select(range(11))) != first != data_fingerprint(pictures().shuffle(seed=0))
     pictures().save_to_disk(tmp_path / "saved")
     assert data_fingerprint(datasets.load_from_disk(tmp_path / "saved")) == first
-
-
-class PictureModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.seen = nn.Parameter(torch.zeros(1)), []
-
-    def forward(self, x):
-        self.seen += x[:, 0].int().tolist()
-        return {"loss": (self.weight * x.sum()).sum() * 1e-6}
-
-
-def test_a_run_on_lists_of_pictures_is_resumed(tmp_path):
-    def seen(resume=None) -> list[int]:
-        args = DistTrainingArguments(
-            output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, save_steps=1,
-            per_device_train_batch_size=4, num_train_epochs=2, remove_unused_columns=False,
-        )  # fmt: skip
-        collate = lambda rows: {"x": torch.tensor([[float(row["text"].split()[1])] for row in rows])}  # noqa: E731
-        model = PictureModel()
-        trainer = DistTrainer(model, args, train_dataset=pictures(), data_collator=collate)
-        trainer.train(resume_from_checkpoint=resume)
-        return model.seen
-
-    order = seen()
-    assert seen(str(tmp_path / "checkpoint-4")) == order[16:]
