@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from hf_dist_ext.data.mixture import SOURCE, Mixture
+from hf_dist_ext.data.mixture import SOURCE, Mixture, RowsAround
 from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.data.stream_order import DealtRows
 from hf_dist_ext.errors import RunError, StorageError, UsageError
@@ -64,19 +64,8 @@ class Tally:
         return sorted(bad)
 
 
-class GuardedRows(torch.utils.data.Dataset):
+class GuardedRows(RowsAround):
     """A map-style dataset whose rows come as (number, row or the error that reading it raised)."""
-
-    def __init__(self, dataset: Any):
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":  # while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
 
     def __getitem__(self, index: Any) -> tuple[int, Any]:
         number = getattr(index, "number", index)  # of a row of a stream, which is its own index

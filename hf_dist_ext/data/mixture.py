@@ -49,19 +49,27 @@ def drawn(shares: Sequence[float], batches: int, seed: Sequence[int]) -> np.ndar
     return draw.permutation(np.minimum(numbers, len(shares) - 1))
 
 
-class Tagged(Dataset):
-    """A dataset whose rows carry the name of their source. Whatever else is asked of it is the dataset's."""
+class RowsAround(Dataset):
+    """The rows of a dataset in another form. Whatever else is asked of it is the dataset's."""
 
-    def __init__(self, name: str, dataset: Any):
-        self.name, self.dataset = name, dataset
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":  # while it is unpickled
+        if name.startswith("__") or "dataset" not in self.__dict__:  # while it is unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
+
+
+class Tagged(RowsAround):
+    """A dataset whose rows carry the name of their source."""
+
+    def __init__(self, name: str, dataset: Any):
+        super().__init__(dataset)
+        self.name = name
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         return self.dataset[row] | {SOURCE: self.name}

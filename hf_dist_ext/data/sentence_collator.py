@@ -245,14 +245,13 @@ class SentenceCollator:
         if all(isinstance(value, TokenizedText) for value in values):
             if name not in self._known:
                 self._known[name] = self._preprocessed(name, place, [""])[1]
-            tokens, (fill, side) = Tokens.of_texts(values), self._padding()
-            return (tokens.flat if self.flat else tokens.padded)(fill, side), self._known[name]
+            tokens = Tokens.of_texts(values)
+            return (tokens.flat if self.flat else tokens.padded)(*self._padding()), self._known[name]
         features, constants = self._preprocessed(name, place, values, draws)
-        found = unpadded(features, *self._padding())
-        if found is None or (MASK in features and (not self.flat or self._is_wide(name, place))):
+        tokens = unpadded(features, *self._padding())
+        if tokens is None or (MASK in features and (not self.flat or self._is_wide(name, place))):
             return features, constants
-        tokens, fill, side = found
-        return (tokens.flat if self.flat else tokens.padded)(fill, side), constants
+        return (tokens.flat if self.flat else tokens.padded)(*self._padding()), constants
 
     def _preprocessed(
         self, name: str, place: int, values: list, draws: list[str] | None = None
@@ -321,12 +320,13 @@ class SentenceCollator:
         """Whether the texts of a column become tokens and nothing else, the same in every epoch."""
         if not isinstance(self.prompt_of(column), str | None) or self._is_wide(column, self._place(column)):
             return False
-        return unpadded(self._preprocessed(column, self._place(column), ["a text"])[0], *self._padding()) is not None
+        texts = ["a text", "another text than that"]  # one of them is padded
+        return unpadded(self._preprocessed(column, self._place(column), texts)[0], *self._padding()) is not None
 
     def tokens(self, column: str, texts: list[str]) -> Tokens:
-        found = unpadded(self._preprocessed(column, self._place(column), texts)[0], *self._padding())
-        assert found is not None, column
-        return found[0]
+        tokens = unpadded(self._preprocessed(column, self._place(column), texts)[0], *self._padding())
+        assert tokens is not None, column
+        return tokens
 
     def token_keys(self, column: str) -> list[str]:
         return list(self.tokens(column, ["a text"]).values)
@@ -442,34 +442,26 @@ def of_source(option: Any, source: str | None, name: str) -> Any:
     return {}
 
 
-def unpadded(
-    features: Mapping[str, Any], fill: Mapping[str, int], side: str
-) -> tuple[Tokens, dict[str, int], str] | None:
+def unpadded(features: Mapping[str, Any], fill: Mapping[str, int], side: str) -> Tokens | None:
     """The tokens of features that are nothing but tokens: padded ones, those of an embedding bag (input_ids (N,),
-    offsets (R,)), and rows end to end (cu_seq_lens_q (R + 1,)); with the numbers and the side of their padding, as
-    given where none is padded. None: they are something else."""
+    offsets (R,)), and rows end to end (cu_seq_lens_q (R + 1,)). None: they are something else, or padded on another
+    side or with other numbers."""
     ids = features.get("input_ids")
     if ids is None:
         return None
     if ids.dim() == 1 and features.keys() == {"input_ids", "offsets"}:
         lengths = np.diff(features["offsets"].numpy(), append=len(ids))
-        return Tokens({"input_ids": ids.numpy().astype(np.int32)}, lengths), dict(fill), side
+        return Tokens({"input_ids": ids.numpy().astype(np.int32)}, lengths)
     if "cu_seq_lens_q" in features and features.keys() - {"input_ids"} <= OF_FLAT_ROWS:
         lengths = features["cu_seq_lens_q"].diff().long().numpy()
-        return Tokens({"input_ids": ids[0].numpy().astype(np.int32)}, lengths), dict(fill), side
+        return Tokens({"input_ids": ids[0].numpy().astype(np.int32)}, lengths)
     if ids.dim() != 2 or MASK not in features or not features.keys() <= {*KEPT, MASK}:
         return None
     mask = features[MASK].numpy().astype(bool)
-    lengths = mask.sum(1)
-    place = np.arange(mask.shape[1])
-    if not mask.all():
-        pads_right = bool((mask == (place < lengths[:, None])).all())
-        if not pads_right and not (mask == (place >= mask.shape[1] - lengths[:, None])).all():
-            return None
-        side = "right" if pads_right else "left"
-        fill = {key: int(features[key].numpy()[~mask][0]) for key in features if key != MASK}
     values = {key: features[key].numpy()[mask].astype(KEPT[key]) for key in KEPT if key in features}
-    return Tokens(values, lengths), dict(fill), side
+    tokens = Tokens(values, mask.sum(1))
+    again = {} if mask.all() else tokens.padded(fill, side)
+    return tokens if all(value.equal(features[key].long()) for key, value in again.items()) else None
 
 
 def tiles_of_rows(ids: Sequence[list[int]], processor: Any) -> dict[str, list[int]]:

@@ -83,28 +83,19 @@ def number_of_readers(stream: Any) -> int:
 
 def digest(row: Any) -> str:
     """A digest of a row's content."""
-    digest = hashlib.blake2b(digest_size=16)
+    return hashlib.blake2b(repr(_plain(row)).encode(), digest_size=16).hexdigest()
 
-    def add(value: Any) -> None:
-        digest.update(type(value).__name__.encode())
-        if isinstance(value, dict):
-            for name in sorted(value, key=str):
-                add(name)
-                add(value[name])
-        elif isinstance(value, list | tuple):
-            for one in value:
-                add(one)
-        elif isinstance(value, torch.Tensor):
-            add(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(value, bytes):
-            digest.update(value)
-        elif hasattr(value, "tobytes"):  # numpy, PIL
-            digest.update(value.tobytes())
-        elif isinstance(value, str | int | float | bool | None):
-            digest.update(repr(value).encode())
 
-    add(row)
-    return digest.hexdigest()
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return sorted((str(name), _plain(one)) for name, one in value.items())
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    if hasattr(value, "tobytes"):  # numpy, PIL
+        value = value.tobytes()
+    return value if isinstance(value, str | bytes | int | float | None) else type(value).__name__
 
 
 # ---- readers and their blocks ----

@@ -23,14 +23,13 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import tokenizers
-import torch
 import transformers
 from datasets import Dataset, Features, List, Value
 from transformers.utils import logging
 
 from hf_dist_ext.data.collator import is_empty
 from hf_dist_ext.data.kept_files import kept_file
-from hf_dist_ext.data.mixture import Mixture
+from hf_dist_ext.data.mixture import Mixture, RowsAround
 from hf_dist_ext.data.row_check import column_kind
 from hf_dist_ext.data.tokens import KEPT, TokenizedText
 from hf_dist_ext.failures import activity
@@ -152,22 +151,15 @@ def _filled(texts: list | None) -> list[str]:
 # ---- (3) ----
 
 
-class TokenizedRows(torch.utils.data.Dataset):
-    """The rows of a `datasets.Dataset`, whose texts carry tokens. Whatever else is asked of it is the dataset's.
+class TokenizedRows(RowsAround):
+    """The rows of a `datasets.Dataset`, whose texts carry tokens.
 
     `kinds`: of the columns that have tokens, "text" or "texts".
     """
 
     def __init__(self, dataset: Dataset, tokens: Dataset, kinds: Mapping[str, str]):
-        self.dataset, self.tokens, self.kinds = dataset, tokens.with_format("arrow"), dict(kinds)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("dataset", "tokens", "kinds"):  # while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
+        super().__init__(dataset)
+        self.tokens, self.kinds = tokens.with_format("arrow"), dict(kinds)
 
     def __getitem__(self, key: Any) -> Any:
         return self.__getitems__([key])[0] if isinstance(key, int) else self.dataset[key]
