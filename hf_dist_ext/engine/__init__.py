@@ -3,14 +3,14 @@
 Begin with `gradient_cache.py`, the three passes. `layout.py` lays a batch of columns into tables of sorted rows
 (`tables.py`), `chunks.py` cuts these into chunks within `limits.py` and puts their embeddings back into the batch's
 order, with `assembly.py` while later ones are encoded; `columns.py`, `rows.py` and `images.py` say which axis of a
-feature is the row, the token or the picture, `units.py` cuts pictures, and `families.py` says what a model makes of
-one. `flat.py` reads rows that travel end to end, and with `cut_transfer.py` the cuts of a batch travel beside it.
-`losses.py` and `tiled_infonce.py` hold the loss and its gradient, `sigmoid_loss.py` and `late_interaction.py` (over
-`real_tokens.py`) other losses; `false_negatives.py` says which pairs they leave out. `ring.py` computes the first two
-where candidates go round the processes, `ring_scores.py` has their formulas there, `matmul.py` the matrix products.
-`manual_gradient.py` hands gradients to autograd and `combined_losses.py` adds several losses up. `outputs.py` handles
-several tensors per row where a vector is not all. `packing.py` lays rows end to end without padding. `budget.py` finds
-how large a chunk may be, from what `peak.py` measures.
+feature is the row, the token or the picture, and `families.py` says what a model makes of one. `flat.py` reads rows
+that travel end to end. `losses.py` and `tiled_infonce.py` hold the loss and its gradient, `sigmoid_loss.py` and
+`late_interaction.py` (over `real_tokens.py`) other losses; `false_negatives.py` says which pairs they leave out.
+`manual_gradient.py` hands gradients to autograd, and frees those losses' graphs tile by tile. `combined_losses.py`
+adds several losses up. `ring.py` computes the first two where candidates go round the processes, `ring_scores.py` has
+their formulas there, `matmul.py` the matrix products. `outputs.py` handles several tensors per row where a vector is
+not all. `packing.py` lays rows end to end without padding. `budget.py` finds how large a chunk may be, from what
+`peak.py` measures.
 """
 
 from typing import TYPE_CHECKING

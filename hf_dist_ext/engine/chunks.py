@@ -7,7 +7,11 @@
     chunks have few shapes: widths are of few numbers, and rows too, where the last one is repeated for what is missing
 (4) what the model returns for the chunks is put back into columns, and gradients are taken apart the same way
 
-What takes time with the number of rows is done once per batch, in numpy, and may be done elsewhere (`prepare`).
+What takes time with the number of rows is done once per batch, in numpy, and may be done where the batch is made:
+
+    cuts = lay_out(batch, limits).without_tensors()     # in a loader's worker: numbers of the host alone
+    chunked = cuts.of_batch(batch)                      # where the batch has arrived; nothing is read from its device
+
 Letters: R rows of a table, b rows of a chunk, D embedding.
 """
 
@@ -22,23 +26,25 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_dist_ext.engine.flat import unfolded
 from hf_dist_ext.engine.limits import ChunkLimits
-from hf_dist_ext.engine.rows import ChunkOrder, order_of_chunks
-from hf_dist_ext.engine.tables import REMEDY, Cut, Table
+from hf_dist_ext.engine.rows import ChunkOrder, Places, order_of_chunks
+from hf_dist_ext.engine.tables import REMEDY, Table
 from hf_dist_ext.errors import UsageError
 
 
 @dataclass
 class Chunk:
-    """Rows that go through the model together.
+    """Rows start..stop of a table (`source`) that go through the model together.
 
     `column` is handed to models with one tower per column, else None. An idle chunk repeats a row of the table so
     that a rank without rows left takes part in a collective forward; its embeddings are dropped and its gradient is 0.
     `has_vision`: vision layers run. `width`: tokens of the longest row, padding included where there is any; 0 without
     a token axis. `num_tokens`: of all rows, as they are computed; rows without a token axis. `num_computed`: rows
     that the model computes, those beyond `num_rows` to be dropped. `columns`: whose rows these are. `is_full`: whether
-    none of its texts is padded; None: not known, or rows end to end. `features` is what the model takes; it is
-    gathered anew at every access, so that tokens and pixels exist twice for the running chunk only.
+    none of its texts is padded; None: not known, or rows end to end. `window`: its token columns. `places`: of padded
+    rows, where they stand in the order of all chunks. `features` is what the model takes; it is gathered anew at every
+    access, so that tokens and pixels exist twice for the running chunk only.
     """
 
     gather: Callable[[], dict[str, Any]]
@@ -54,6 +60,9 @@ class Chunk:
     num_repeated: int = 0  # times the last row stands behind all others
     columns: Sequence[str] = ()
     is_full: bool | None = None
+    source: int = 0  # the table that its rows are of: another one where an idle chunk's own has none
+    window: tuple[int, int] = (0, 0)
+    places: Sequence[Places] = ()
 
     @property
     def num_computed(self) -> int:
@@ -78,6 +87,22 @@ class ChunkedBatch:
     def prepare(self) -> None:
         """Make all numbers of the host: chunks are then made of them in a time that does not depend on the rows."""
         _ = self.cuts, [packed.rows.columns for table in self.tables if (packed := table.packed_for(self.limits))]
+
+    def without_tensors(self) -> ChunkedBatch:
+        """The same cuts, which can not be used before they are those of a batch again."""
+        self.prepare()
+        cpu = torch.device("cpu")
+        return self.of_tables([t.holding(dict.fromkeys((*t.features, *t.units), []), cpu) for t in self.tables])
+
+    def of_batch(self, batch: Mapping[str, Mapping[str, Any]]) -> ChunkedBatch:
+        """The cuts of the batch (column -> features) that they were made of, wherever its tensors are now."""
+        columns = {name: unfolded(features) for name, features in batch.items()}
+        values = [
+            {key: [columns[name][key] for name in table.columns] for key in (*table.features, *table.units)}
+            for table in self.tables
+        ]
+        first, *_ = next(iter(values[0].values()))
+        return self.of_tables([t.holding(held, first.device) for t, held in zip(self.tables, values, strict=True)])
 
     def of_tables(self, tables: list[Table]) -> ChunkedBatch:
         """The same cuts of these tables, of the same rows on some device."""
@@ -145,7 +170,18 @@ class ChunkedBatch:
 
     @cached_property
     def _chunks(self) -> list[Chunk]:
-        return [self._chunk(index, cut) for index, cuts in enumerate(self.cuts) for cut in cuts]
+        return [
+            replace(cut, gather=partial(self._gather, cut), device=self.tables[cut.source].device)
+            for cuts in self.cuts
+            for cut in cuts
+        ]
+
+    def _gather(self, cut: Chunk) -> dict[str, Any]:
+        table = self.tables[cut.source]
+        if packed := table.packed_for(self.limits):
+            return packed.gather(cut.start, cut.stop)
+        order, multiple = self.orders[cut.source], self.limits.width_multiple
+        return table.gather(order, cut.places, cut.window, multiple, cut.has_vision, cut.num_repeated)
 
     @cached_property
     def orders(self) -> list[ChunkOrder]:
@@ -156,11 +192,11 @@ class ChunkedBatch:
         ]
 
     @cached_property
-    def cuts(self) -> list[list[Cut]]:
-        """Of every table's chunks."""
+    def cuts(self) -> list[list[Chunk]]:
+        """Every table's chunks, without what gathers their features: numbers of the host."""
         return [list(self._table_cuts(index)) for index in range(len(self.tables))]
 
-    def _table_cuts(self, index: int) -> Iterator[Cut]:
+    def _table_cuts(self, index: int) -> Iterator[Chunk]:
         own, limits = self.tables[index], self.limits
         if not self.bounds[index]:
             return  # without rows, and no other process waits for a forward
@@ -178,32 +214,24 @@ class ChunkedBatch:
                 width, places = window[1] - window[0], order.places(place, place + stop - start)
                 columns = [column for column, *_ in places]
                 is_full = table.is_full(start, stop, width)
-            num_repeated = table.num_repeated(start, stop, limits)
-            where = (source, start, stop, is_idle, has_vision, window)
-            yield Cut(*where, num_repeated, tokens, width, columns, places, is_full)
-
-    def _chunk(self, index: int, cut: Cut) -> Chunk:
-        table, order, multiple = self.tables[cut.source], self.orders[cut.source], self.limits.width_multiple
-        if packed := table.packed_for(self.limits):
-            gather = partial(packed.gather, cut.start, cut.stop)
-        else:
-            more = (cut.places, cut.window, multiple, cut.has_vision, cut.num_repeated)
-            gather = partial(table.gather, order, *more)
-        return Chunk(
-            gather,
-            table.device,
-            cut.width,
-            cut.num_tokens,
-            self.tables[index].column,
-            index,
-            cut.start,
-            cut.stop,
-            cut.is_idle,
-            cut.has_vision,
-            cut.num_repeated,
-            [table.columns[column] for column in cut.columns],
-            cut.is_full,
-        )
+            yield Chunk(
+                dict,
+                torch.device("cpu"),
+                width,
+                tokens,
+                own.column,
+                index,
+                start,
+                stop,
+                is_idle,
+                has_vision,
+                num_repeated=table.num_repeated(start, stop, limits),
+                columns=[table.columns[column] for column in columns],
+                is_full=is_full,
+                source=source,
+                window=window,
+                places=places,
+            )
 
     def _like(self, empty: Table) -> int:
         """A table whose last row runs idle where other processes have hard negatives and this one has none."""

@@ -25,8 +25,7 @@ from hf_dist_ext.engine.images import UnitLayout
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.packing import PackedRows, PackedTokens, can_be_packed
 from hf_dist_ext.engine.rows import RowFeature
-from hf_dist_ext.engine.tables import Table
-from hf_dist_ext.engine.units import Units
+from hf_dist_ext.engine.tables import Table, Units
 
 
 def lay_out(

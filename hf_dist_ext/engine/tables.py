@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ import torch
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.packing import PackedTokens
 from hf_dist_ext.engine.rows import ChunkOrder, Places, RowFeature, positions_of_edges, positions_of_mask
-from hf_dist_ext.engine.units import Units
 from hf_dist_ext.errors import UsageError
 
 REMEDY = (
@@ -29,25 +28,34 @@ REMEDY = (
 Bounds = list[tuple[int, int]]  # per chunk its first sorted row and one past the last, equal where it is idle
 
 
-class Cut(NamedTuple):
-    """What the host must know of a chunk's rows start..stop, those of table `source`, to gather them.
+@dataclass
+class Units:
+    """An image key of a table, whose rows are laid end to end here, unsorted. Its entries stay where the collator put
+    them; chunks gather those of their rows."""
 
-    window: its token columns. columns: the numbers of those that it has rows of. places: of padded rows. is_full: of
-    these, whether none has padding; None: not known.
-    """
+    values: list[Any]  # one tensor (or list of numbers) per column
+    places: list[tuple[int, int, int]]  # per row: its column's number, first entry, one past the last
+    lengths: list[int] | None  # per row: real extent of axis 1
+    rounds_length: bool
 
-    source: int
-    start: int
-    stop: int
-    is_idle: bool
-    has_vision: bool
-    window: tuple[int, int]
-    num_repeated: int
-    num_tokens: int
-    width: int
-    columns: list[int]
-    places: list[Places]
-    is_full: bool | None = None
+    def gather(self, rows: Sequence[int], multiple: int) -> Any:
+        """Entries of the rows, or None where they have none."""
+        runs: list[list[int]] = []
+        for column, first, last in (self.places[row] for row in rows):
+            if runs and runs[-1][0] == column and runs[-1][2] == first:
+                runs[-1][2] = last
+            elif first < last:
+                runs.append([column, first, last])
+        if not runs:
+            return None
+        if isinstance(self.values[0], list):
+            return [number for column, first, last in runs for number in self.values[column][first:last]]
+        pieces = [self.values[column][first:last] for column, first, last in runs]
+        if self.lengths is not None:
+            longest = max(self.lengths[row] for row in rows)
+            longest = -(-longest // multiple) * multiple if self.rounds_length else longest
+            pieces = [piece[:, :longest] for piece in pieces]
+        return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
 
 
 @dataclass
@@ -81,6 +89,13 @@ class Table:
     @property
     def num_rows(self) -> int:
         return sum(self.row_counts)
+
+    def holding(self, values: Mapping[str, list], device: torch.device) -> Table:
+        """The same rows: key -> one tensor per column, wherever they are now."""
+        features = {key: replace(feature, values=values[key]) for key, feature in self.features.items()}
+        packed = self.packed and PackedTokens(features, self.packed.rows, device)
+        units = {key: replace(units, values=values[key]) for key, units in self.units.items()}
+        return replace(self, features=features, units=units, packed=packed, device=device)
 
     def packed_for(self, limits: ChunkLimits) -> PackedTokens | None:
         """The rows without padding, where that is how they are encoded."""

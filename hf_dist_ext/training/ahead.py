@@ -25,7 +25,6 @@ from hf_dist_ext.data.collator import CUTS, RESERVED
 from hf_dist_ext.data.mixture import source_of
 from hf_dist_ext.engine.budget import widened
 from hf_dist_ext.engine.chunks import ChunkedBatch
-from hf_dist_ext.engine.cut_transfer import cuts_of, without_tensors
 from hf_dist_ext.engine.layout import have_many_chunks, lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.errors import UsageError
@@ -58,10 +57,10 @@ class Cuts:
     def without_tensors(self) -> Cuts:
         if self.wide is not None:
             self.wide.prepare()
-        return self._of(without_tensors(self.chunked))
+        return self._of(self.chunked.without_tensors())
 
     def of(self, batch: Batch) -> Cuts:
-        return self._of(cuts_of(self.chunked, batch))
+        return self._of(self.chunked.of_batch(batch))
 
     def _of(self, chunked: ChunkedBatch) -> Cuts:
         """The same cuts of other tables, which both chunks have in common."""

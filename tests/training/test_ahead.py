@@ -8,7 +8,6 @@ import torch
 
 from hf_dist_ext.data.mixture import SOURCE
 from hf_dist_ext.engine.chunks import ChunkedBatch
-from hf_dist_ext.engine.cut_transfer import cuts_of, without_tensors
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.errors import UsageError
@@ -63,7 +62,7 @@ def test_cuts_that_travelled_are_those_of_the_batch_also_when_limits_have_change
     assert once_more.num_chunks() == whole.num_chunks()
     assert_same_chunks(once_more, whole)
     others = {name: features | {"input_ids": features["input_ids"] + 1} for name, features in columns.items()}
-    assert_same_chunks(cuts_of(without_tensors(whole), others), lay_out(others, first.limits, **OPTIONS))
+    assert_same_chunks(whole.without_tensors().of_batch(others), lay_out(others, first.limits, **OPTIONS))
     request.set(then)
     assert collator(rows(20))[ahead.CUTS]["all"].request == then
 

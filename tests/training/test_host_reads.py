@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine import replay
 from hf_dist_ext.engine.chunks import ChunkedBatch
-from hf_dist_ext.engine.cut_transfer import cuts_of, without_tensors
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
@@ -96,7 +95,7 @@ def test_a_step_runs_on_tensors_without_values(monkeypatch, kind, model):
     monkeypatch.setattr(replay, "_generators", dict)
     made = batch_of(kind)
     ids, limits = made.pop("ids"), ChunkLimits(max_tokens=60, packs=kind == "packed")
-    cuts = pickle.loads(pickle.dumps(without_tensors(lay_out(made, limits))))
+    cuts = pickle.loads(pickle.dumps(lay_out(made, limits).without_tensors()))
     assert sum(table.packed is not None for table in cuts.tables) == (kind == "packed")
     with FakeTensorMode() as mode:
         model, loss = model(), InfoNCELoss(learnable_temperature=True, symmetric=True)
@@ -110,7 +109,7 @@ def test_a_step_runs_on_tensors_without_values(monkeypatch, kind, model):
                 loss_parameters=loss.parameters(),
             )
 
-        chunked = cuts_of(cuts, made)
+        chunked = cuts.of_batch(made)
         assert len(chunked.chunks()) > 2
         step(chunked)
         assert model.tokens.weight.grad is not None and loss.log_inverse_temperature.grad is not None
@@ -285,13 +284,13 @@ class Copies(TorchDispatchMode):
 def test_cuts_go_to_a_device_without_waiting_in_a_few_copies_for_all_chunks(kind):
     made = batch_of(kind)
     del made["ids"]
-    cuts = without_tensors(lay_out(made, ChunkLimits(max_tokens=30, packs=kind == "packed")))
+    cuts = lay_out(made, ChunkLimits(max_tokens=30, packs=kind == "packed")).without_tensors()
     there = {
         name: {key: one.to("meta") if isinstance(one, torch.Tensor) else one for key, one in features.items()}
         for name, features in made.items()
     }
     with Copies() as copies:
-        chunks = cuts_of(cuts, there).chunks()
+        chunks = cuts.of_batch(there).chunks()
         found = [value for chunk in chunks for value in chunk.features.values() if isinstance(value, torch.Tensor)]
     assert len(chunks) > 4 and {value.device.type for value in found} == {"meta"}
     assert copies.are_free == [True] * (4 if kind == "packed" else 1)
