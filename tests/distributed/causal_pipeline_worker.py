@@ -29,7 +29,6 @@ from transformers import (
     GraniteConfig,
     LlamaForSequenceClassification,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
@@ -38,10 +37,10 @@ from hf_dist_ext.checkpoints import manifest, trainable
 from hf_dist_ext.models.causal_lm import load_causal_lm
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.pipeline import own_loss, schedules
-from hf_dist_ext.strategies.tensors import bare_optimizer, gathered, held_here
+from hf_dist_ext.strategies.tensors import gathered, held_here
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.distributed.pipeline_worker import all_ranks, said_by
+from tests.distributed.pipeline_worker import Read, all_ranks, everyone, said_by
 from tests.launching import leave_together
 from tests.parity.causal_worker import CONFIG, LORA, TIED, Case, build, collate, loss_of_outputs
 from tests.tiny_models import embedding_model
@@ -113,9 +112,7 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
         own_loss._OwnLossFlow = flow
     line = trainer.strategy.line
     found = {**counts, "per_rank": line.per_rank, "chunks": line.num_chunks, "parameters": held}
-    everyone: list = [None, None]
-    dist.all_gather_object(everyone, found)
-    return everyone
+    return everyone(found)
 
 
 # ---- (3) ----
@@ -179,22 +176,11 @@ def resumed(base: Path, folder: Path, adapters: LoraConfig | None = None, **more
 
 def goes_on_elsewhere(base: Path, folder: Path, **more) -> dict[str, bool]:
     """The end of a finished run, read by processes that have other stages: both tied weights lie on the first one."""
-    trainer = make_trainer(folder, lambda args: load_causal_lm(base, args), **more)
-    found = {}
-
-    class Read(TrainerCallback):
-        def on_train_begin(self, args, state, control, model=None, **others):
-            saved = torch.load(folder / "checkpoint-4" / trainable.OPTIMIZER, weights_only=True)["state"]
-            whole = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-4").state_dict()
-            own, state = dict(model.named_parameters()), bare_optimizer(trainer.optimizer).state
-            moments = dict(gathered({name: state[p]["exp_avg_sq"] for name, p in own.items()}, keep=True))
-            own = dict(gathered(own, keep=True))
-            found["weights"] = all_ranks(all(torch.equal(p, whole[name]) for name, p in own.items()))
-            found["moments"] = all_ranks(all(torch.equal(m, saved[f"{n}/exp_avg_sq"]) for n, m in moments.items()))
-            found["moved"] = all_ranks(len(moments) > 10 and all(moment.norm() > 0 for moment in moments.values()))
-
-    trainer.add_callback(Read())
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    trainer, found = make_trainer(folder, lambda args: load_causal_lm(base, args), **more), {}
+    checkpoint = folder / "checkpoint-4"
+    whole = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    trainer.add_callback(Read(trainer, checkpoint, whole, found))
+    trainer.train(resume_from_checkpoint=str(checkpoint))
     return found
 
 

@@ -1,11 +1,15 @@
-r"""Runs of DistTrainer as a pipeline of two processes: resumed, saved, evaluated, counted; and what is refused.
+r"""Runs of DistTrainer as pipelines: of two processes, of more whose layers are split (tensor parallelism), or whose
+copies shard their stages (FSDP2). Resumed, saved, evaluated, counted; and what is refused.
 
-    accelerate launch --config_file configs/accelerate/multi_gpu_pp.yaml tests/distributed/pipeline_worker.py FOLDER
+    accelerate launch --config_file configs/accelerate/multi_gpu_3d.yaml --num_processes 4 \
+        tests/distributed/pipeline_worker.py FOLDER --fields '{"pipeline_parallel_size": 2}' --only held resumed
 
 (1) a folder with a small model, by the first process
-(2) four steps with a checkpoint after the second, and from that checkpoint again
-(3) the folder of the end, loaded by every process whole; an evaluation; what is refused
-(4) one step, counted: chunks under way, messages, reductions; and its embeddings of both passes
+(2) what a process holds: of the loaded model, and of weights and optimizer state after an update
+(3) four steps with a checkpoint after the second, and from that checkpoint again; the folder of the end, loaded by
+    every process whole; processes with other stages; an update that is not finite; an evaluation
+(4) what is refused
+(5) one step, counted: chunks under way, messages, reductions; and its embeddings of both passes
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -20,7 +25,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import TrainerCallback
 
 from hf_dist_ext import launched, policy
@@ -28,26 +35,31 @@ from hf_dist_ext.checkpoints import manifest, sentence_model, trainable
 from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.adapters import adapters_of
+from hf_dist_ext.models.adapters import WEIGHTS, adapters_of
+from hf_dist_ext.strategies import adapters
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.pipeline import options as pipeline_options
 from hf_dist_ext.strategies.pipeline import passes, schedules, strategy
 from hf_dist_ext.strategies.tensors import bare_optimizer, gathered, held_here
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.distributed.tensor_parallel_worker import collate, collate_repeated, largest_difference
+from tests.distributed.tensor_parallel_worker import DrawsByRank, collate, collate_repeated, largest_difference
 from tests.launching import leave_together
 from tests.tiny_models import CHECKPOINTING, embed, embedding_model, loaded, model_config
 
 ROWS, BATCH, LAYERS = 36, 6, 6
 WIDTHS = {"query": 8, "positive": 16}  # tokens of what is counted
-CONFIG = model_config("qwen3", num_hidden_layers=LAYERS, attention_dropout=0.1, vocab_size=99)
+CONFIG = model_config(
+    "qwen3", num_hidden_layers=LAYERS, attention_dropout=0.1, vocab_size=99, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+FSDP_COLLECTIVES = ("foreach_all_gather", "foreach_reduce")
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "o_proj"], lora_dropout=0.1)
 
 
-def save_base(folder: Path, **more) -> None:
+def save_base(folder: Path) -> None:
     torch.manual_seed(0)
-    embedding_model(CONFIG | more, pooling="last").save_pretrained(str(folder))
+    embedding_model(CONFIG, pooling="last").save_pretrained(str(folder))
 
 
 def make_trainer(base: Path, folder: Path, has_adapters: bool = False, is_alone: bool = False, **more) -> DistTrainer:
@@ -76,38 +88,115 @@ def weights_of(trainer: DistTrainer) -> dict[str, torch.Tensor]:
     return {name: held_here(value.detach()).clone() for name, value in tensors.items()}
 
 
+# ---- (2) ----
+
+
+def loaded_here(base: Path, folder: Path, **fields) -> list[int]:
+    """Elements that each process holds of a model that was just read."""
+    args = DistTrainingArguments(
+        output_dir=str(folder), use_cpu=True, report_to=[], gradient_cache_chunk_size=2, **fields
+    )
+    model = loaded(base, in_stages=strategy.in_stages(args))
+    return everyone(sum(held_here(p).numel() for p in model.parameters() if p.device.type != "meta"))
+
+
+def held(base: Path, folder: Path, **fields) -> list[dict[str, int]]:
+    """Of each process, after an update of two batches: elements of weights and of optimizer state, layers and other
+    units, and how often FSDP2 gathered and reduced one."""
+    trainer = make_trainer(base, folder, max_steps=1, save_strategy="no", **fields)
+    counts, before = Counter(), {name: getattr(_fsdp_param_group, name) for name in FSDP_COLLECTIVES}
+
+    def counted(name: str, *arguments, **options):
+        counts[name] += 1
+        return before[name](*arguments, **options)
+
+    for name in FSDP_COLLECTIVES:
+        setattr(_fsdp_param_group, name, partial(counted, name))
+    trainer.train()
+    for name in FSDP_COLLECTIVES:
+        setattr(_fsdp_param_group, name, before[name])
+    modules = [module for stage in trainer.strategy.cut.modules() for module in stage]
+    units = [module for module in modules if any(True for _ in module.parameters())]
+    of_optimizer = [v for values in bare_optimizer(trainer.optimizer).state.values() for v in values.values()]
+    return everyone(
+        {
+            "weights": sum(held_here(p).numel() for p in trainer.model.parameters()),
+            "units": len(units),
+            "gathered": counts["foreach_all_gather"],
+            "reduced": counts["foreach_reduce"],
+            "optimizer": sum(held_here(v).numel() for v in of_optimizer if v.dim()),
+        }
+    )
+
+
+def draws(base: Path, folder: Path, **fields) -> list[list[int]]:
+    """A number that each process draws in the midst of a run, and in the midst of one that goes on from it."""
+    drawn = []
+
+    class Draws(TrainerCallback):
+        def on_step_end(self, args, state, control, **others):
+            if state.global_step == 3:
+                drawn.append(int(torch.randint(2**40, ())))
+
+    for checkpoint in (None, str(folder / "checkpoint-2")):
+        trainer = make_trainer(base, folder, **fields)
+        trainer.add_callback(Draws())
+        trainer.train(resume_from_checkpoint=checkpoint)
+    return everyone(drawn)
+
+
+# ---- (3) ----
+
+
 def evaluated(base: Path, folder: Path, **more) -> dict[str, float]:
     trainer = make_trainer(base, folder, save_strategy="no", **more)
     trainer.data_collator = collate_repeated
     return trainer.evaluate()
 
 
-def goes_on_elsewhere(base: Path, folder: Path, pipeline_schedule: str = "zero_bubble_v", **more) -> dict[str, bool]:
+def goes_on_elsewhere(base: Path, folder: Path, has_adapters: bool = False, **more) -> dict[str, bool]:
     """The end of a finished run, read by processes that have other stages."""
-    trainer, found = make_trainer(base, folder, pipeline_schedule=pipeline_schedule, **more), {}
-
-    class Read(TrainerCallback):
-        def on_train_begin(self, args, state, control, model=None, **others):
-            saved = torch.load(folder / "checkpoint-4" / trainable.OPTIMIZER, weights_only=True)["state"]
-            whole = loaded(folder / "checkpoint-4").state_dict()
-            own, state = dict(model.named_parameters()), bare_optimizer(trainer.optimizer).state
-            moments = dict(gathered({name: state[p]["exp_avg_sq"] for name, p in own.items()}, keep=True))
-            own = dict(gathered(own, keep=True))
-            found["weights"] = all_ranks(all(torch.equal(p, whole[name]) for name, p in own.items()))
-            found["moments"] = all_ranks(all(torch.equal(m, saved[f"{n}/exp_avg_sq"]) for n, m in moments.items()))
-            found["moved"] = all_ranks(len(moments) > 20 and all(moment.norm() > 0 for moment in moments.values()))
+    trainer, found = make_trainer(base, folder, has_adapters, **more), {}
+    checkpoint = folder / "checkpoint-4"
+    num_elements = sum(p.numel() for p in loaded(checkpoint).parameters())
+    state_dict_of = sentence_model.state_dict_of
 
     def watched(*arguments) -> dict[str, torch.Tensor]:
         weights = state_dict_of(*arguments)
         found["parts"] = all_ranks(sum(w.numel() for w in weights.values()) < 0.6 * num_elements)
         return weights
 
-    num_elements = sum(p.numel() for p in loaded(folder / "checkpoint-4").parameters())
-    state_dict_of = sentence_model.state_dict_of
-    trainer.add_callback(Read())
+    trainer.add_callback(Read(trainer, checkpoint, whole_of(checkpoint, has_adapters), found))
     with mock.patch.object(sentence_model, "state_dict_of", watched):
-        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+        trainer.train(resume_from_checkpoint=str(checkpoint))
     return found
+
+
+def whole_of(checkpoint: Path, has_adapters: bool) -> dict[str, torch.Tensor]:
+    if not has_adapters:
+        return loaded(checkpoint).state_dict()
+    saved = load_file(checkpoint / WEIGHTS)
+    return {name.removeprefix("base_model.model."): value for name, value in saved.items()}
+
+
+class Read(TrainerCallback):
+    """Writes into `found` whether a run that goes on from a checkpoint, whose `whole` weights are known, has them and
+    its moments."""
+
+    def __init__(self, trainer: DistTrainer, checkpoint: Path, whole: dict[str, torch.Tensor], found: dict):
+        self.trainer, self.checkpoint, self.whole, self.found = trainer, checkpoint, whole, found
+
+    def on_train_begin(self, args, state, control, model=None, **others):
+        saved = torch.load(self.checkpoint / trainable.OPTIMIZER, weights_only=True)["state"]
+        of_optimizer = bare_optimizer(self.trainer.optimizer).state
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        moments = dict(gathered({name: of_optimizer[p]["exp_avg_sq"] for name, p in trained.items()}, keep=True))
+        is_adapter = len(trained) < len(dict(model.named_parameters()))
+        own = adapters.held_here(model.transformers_model) if is_adapter else trained
+        own = {name: value for name, value in gathered(own, keep=True) if name in self.whole or not is_adapter}
+        self.found["weights"] = all_ranks(len(own) > 4 and all(torch.equal(p, self.whole[n]) for n, p in own.items()))
+        self.found["moments"] = all_ranks(all(torch.equal(m, saved[f"{n}/exp_avg_sq"]) for n, m in moments.items()))
+        self.found["moved"] = all_ranks(len(moments) > 4 and all(moment.norm() > 0 for moment in moments.values()))
 
 
 def not_finite(base: Path, folder: Path, **more) -> dict[str, bool]:
@@ -126,10 +215,14 @@ def not_finite(base: Path, folder: Path, **more) -> dict[str, bool]:
     return {"skipped_once": all_ranks(skipped == [None, 1, 1, 1]), "is_finite": all_ranks(is_finite)}
 
 
+def everyone(of_rank) -> list:
+    found: list = [None] * launched.processes()
+    dist.all_gather_object(found, of_rank)
+    return found
+
+
 def all_ranks(is_true: bool) -> bool:
-    found = [None] * launched.processes()
-    dist.all_gather_object(found, is_true)
-    return all(found)
+    return all(everyone(is_true))
 
 
 def resumed(base: Path, folder: Path, **more) -> dict:
@@ -190,7 +283,7 @@ def resumed(base: Path, folder: Path, **more) -> dict:
     return found
 
 
-# ---- (3) ----
+# ---- (4) ----
 
 
 def said_by(attempt) -> str:
@@ -215,27 +308,45 @@ REFUSED = {
 }  # fmt: skip
 
 
+OF_GROUPS = {
+    "optimizer": {"optim": "adafactor"}, "one pipeline": {"sharding": "FULL_SHARD"},
+    "processes": {"pipeline_parallel_size": 4},
+}  # fmt: skip
+OF_COPIES = {
+    "zero bubble": {"sharding": "FULL_SHARD", "pipeline_schedule": "zero_bubble"},
+    "hybrid": {"sharding": "HYBRID_SHARD"}, "sharded optimizer": {"sharding": "SHARD_GRAD_OP", "optim": "adafactor"},
+    "offload": {"sharding": "FULL_SHARD", "cpu_offload": True},
+}  # fmt: skip
+
+
 def refusals(base: Path, folder: Path) -> dict[str, str]:
-    said = {
-        name: said_by(lambda more=more: make_trainer(base, folder / "no", **more)) for name, more in REFUSED.items()
-    }
+    options = {"base": base, "folder": folder / "no", "save_strategy": "no"}
+    has_groups, is_one = launched.mesh_size("tp") > 1, launched.processes() == 2
+    cases = OF_GROUPS if has_groups else REFUSED if is_one else OF_COPIES
+    said = {name: said_by(lambda more=more: make_trainer(**(options | more))) for name, more in cases.items()}
+
+    def train_with_numbers_of_its_own() -> None:
+        trainer = make_trainer(**options)
+        trainer.add_callback(DrawsByRank())
+        trainer.train()
 
     def train_on_other_rows() -> None:
-        trainer = make_trainer(base, folder / "no", save_strategy="no")
+        trainer = make_trainer(**options)
         trainer.data_collator = lambda rows: collate([row + rank() for row in rows])
         trainer.train()
 
-    def train(model: nn.Module, **options) -> None:
+    def train(model: nn.Module) -> None:
         args = DistTrainingArguments(
             output_dir=str(folder / "no"), use_cpu=True, pipeline_parallel_size=2, gradient_cache_chunk_size=2
         )
-        DistTrainer(model=model, args=args, **options)
+        DistTrainer(model=model, args=args, loss=InfoNCELoss())
 
-    loss = InfoNCELoss()
-    distilbert = embedding_model(model_config("distilbert"))
-    said["other rows"] = said_by(train_on_other_rows)
-    said["architecture"] = said_by(lambda: train(distilbert, loss=loss))
-    said["towers"] = said_by(lambda: train(nn.Linear(2, 2), loss=loss))
+    if has_groups:
+        said["other numbers"] = said_by(train_with_numbers_of_its_own)
+    if is_one:
+        said["other rows"] = said_by(train_on_other_rows)
+        said["architecture"] = said_by(lambda: train(embedding_model(model_config("distilbert"))))
+        said["towers"] = said_by(lambda: train(nn.Linear(2, 2)))
     return said
 
 
@@ -264,7 +375,7 @@ def takes_weights(base: Path, folder: Path, **more) -> float:
     return trainer.train(resume_from_checkpoint=str(newest)).training_loss
 
 
-# ---- (4) ----
+# ---- (5) ----
 
 
 def collate_equal(rows: list[int]) -> dict:
@@ -363,42 +474,52 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
         "replayed": are_replayed(outputs, cut.own),
         "parameters": sum(held_here(p).numel() for p in trainer.model.parameters()),
     }
-    everyone: list = [None] * launched.processes()
-    dist.all_gather_object(everyone, found)
-    return everyone
+    return everyone(found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", choices=["counted"])
+    parser.add_argument("--fields", type=json.loads, default={}, help="JSON: of every run but those of schedules")
+    parser.add_argument("--only", nargs="+")
     options = parser.parse_args()
-    folder = options.folder
+    folder, fields = options.folder, options.fields
     DistTrainingArguments(output_dir=str(folder / "none"), use_cpu=True, report_to=[])  # makes the process group
     base = folder / "base"
     if rank() == 0:  # (1)
         save_base(base)
     dist.barrier()
-    found = {}
-    for name in schedules.SCHEDULES if options.only is None else ["1f1b"]:
+    frozen = {"frozen_modules": ["embed_tokens", "layers.0", "layers.5"]}
+    frozen["learning_rates"] = {"projection": 5e-3, "layers.1": 2e-3}
+    cuts = "sharding" not in fields  # whether schedules may that compute gradients of weights later
+    other = {"pipeline_schedule": "zero_bubble_v" if cuts else "interleaved_1f1b"} | fields
+    of_adapters = {"pipeline_schedule": "zero_bubble" if cuts else "1f1b"} | fields
+
+    def of_schedule(name: str) -> list[dict]:
         per_rank = None if name in policy.FIXED_STAGES_PER_RANK else 2
         more = {"pipeline_schedule": name, "pipeline_stages_per_rank": per_rank}
-        found[name] = counted(base, folder / "counted", **more)
-    if options.only is None:
-        found["bf16"] = counted(base, folder / "counted", pipeline_schedule="gpipe", bf16=True)
-        found["resumed"] = resumed(base, folder / "run")
-        found["elsewhere"] = goes_on_elsewhere(base, folder / "run")
-        found["adapters"] = resumed(base, folder / "adapters", has_adapters=True, pipeline_schedule="zero_bubble")
-        more = {"learning_rates": {"projection": 5e-3, "layers.1": 2e-3}}
-        more["frozen_modules"] = ["embed_tokens", "layers.0", "layers.5"]
-        found["frozen"] = resumed(base, folder / "frozen", **more)
-        found["head"] = resumed(base, folder / "head", trainable_modules=["projection"])
-        found["not_finite"] = not_finite(base, folder / "not_finite")
-        found["evaluation"] = evaluated(base, folder / "eval")
-        found["again"] = trained_twice(base, folder / "again")
-        found["weights_only"] = takes_weights(base, folder / "frozen", **more)
-        found["whole weights only"] = takes_weights(base, folder / "run")
-        found["said"] = refusals(base, folder)
+        return counted(base, folder / "counted", **more)
+
+    parts = {name: partial(of_schedule, name) for name in schedules.SCHEDULES} | {
+        "bf16": lambda: counted(base, folder / "counted", pipeline_schedule="gpipe", bf16=True),
+        "counted": lambda: counted(base, folder / "counted", **fields),
+        "loaded": lambda: loaded_here(base, folder / "loaded", **fields),
+        "held": lambda: held(base, folder / "held", **fields),
+        "draws": lambda: draws(base, folder / "draws", **fields),
+        "resumed": lambda: resumed(base, folder / "run", **fields),
+        "elsewhere": lambda: goes_on_elsewhere(base, folder / "run", **other),
+        "adapters": lambda: resumed(base, folder / "adapters", has_adapters=True, **of_adapters),
+        "adapters elsewhere": lambda: goes_on_elsewhere(base, folder / "adapters", has_adapters=True, **other),
+        "frozen": lambda: resumed(base, folder / "frozen", **fields, **frozen),
+        "head": lambda: resumed(base, folder / "head", trainable_modules=["projection"], **fields),
+        "not_finite": lambda: not_finite(base, folder / "not_finite", **fields),
+        "evaluation": lambda: evaluated(base, folder / "eval", **fields),
+        "again": lambda: trained_twice(base, folder / "again"),
+        "weights_only": lambda: takes_weights(base, folder / "frozen", **frozen),
+        "whole weights only": lambda: takes_weights(base, folder / "run"),
+        "said": lambda: refusals(base, folder),
+    }
+    found = {name: parts[name]() for name in options.only or parts}
     if rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
 

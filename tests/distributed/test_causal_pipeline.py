@@ -1,5 +1,6 @@
-"""Causal language models with their own loss in a pipeline: gradients against naive lines, runs against those of one
-process, what a run holds, resumed runs, folders, and what is refused. Stages alone are in tests/strategies."""
+"""Causal language models with their own loss in pipelines, also of layers that are split (tensor parallelism) and of
+copies that shard their stages (FSDP2): gradients against naive lines, runs against those of one process, what a run
+holds, resumed runs, folders, and what is refused. Stages alone are in tests/strategies."""
 
 import functools
 import json
@@ -15,8 +16,10 @@ from hf_dist_ext.strategies.pipeline import schedules
 from tests.distributed import causal_pipeline_worker as worker
 from tests.distributed.forked import launch
 from tests.parity import causal_worker
-from tests.parity.exactness_table import PIPELINES, measure_causal
+from tests.parity.exactness_table import LAYOUTS, MESHES, PIPELINES, measure_causal
+from tests.tiny_models import needs_tensor_parallelism
 
+slow = pytest.mark.slow
 SENTINELS = {
     "PP 2, 1f1b": ["causal LM, tied word embeddings", "causal LM, accumulation 2, short last window, clipped"],
     "PP 2, interleaved_1f1b": ["causal LM, 7 chunks, a schedule in rounds takes 8", "causal LM, later layers frozen"],
@@ -27,36 +30,63 @@ def not_exact(errors: dict) -> dict:
     return {name: found for name, found in errors.items() if not found["error"] <= found["tolerance"]}
 
 
-@pytest.mark.parametrize(("run", "names"), SENTINELS.items())
+@pytest.mark.parametrize(
+    ("run", "names"),
+    [
+        *SENTINELS.items(),
+        pytest.param(
+            "PP 2 x TP 2, 1f1b", ["causal LM, tied word embeddings", "causal LM, LoRA"], marks=needs_tensor_parallelism
+        ),
+    ],
+)
 def test_gradients_of_a_causal_language_model_are_those_of_one_process(run, names):
     errors = measure_causal(run, *names)
     assert len(errors) == len(names) and not not_exact(errors)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("run", PIPELINES)
+@slow
+@pytest.mark.parametrize("run", [*PIPELINES, *(pytest.param(run, marks=needs_tensor_parallelism) for run in MESHES)])
 def test_gradients_are_those_of_one_process_whatever_the_schedule(run):
     errors = measure_causal(run)
     assert len(errors) == len(causal_worker.CASES) and not not_exact(errors)
 
 
+# Layout -> preset, processes, fields. All of these are slow.
+RUNS = {"PP 2": ("multi_gpu_pp", 2, {})} | {of: run[:3] for of, run in LAYOUTS.items() if run[1] == 4}
+ALONE = ("PP 2", "PP 2 x TP 2")  # which are compared with a run of one process
+SHORT = ("resumed", "drawn")  # runs of the default tier
+OF_FOUR = ("elsewhere", "adapters", "frozen", "head", "compared", "not_finite", *SHORT)
+OF_TWO = (*schedules.SCHEDULES, "adapters, head", "streamed", "said", *OF_FOUR)
+
+
 @functools.cache
-def folder(*parts: str) -> TemporaryDirectory:
-    """Of these runs of the worker; of all, and the one of one process, without names."""
-    made = TemporaryDirectory()
-    launch("multi_gpu_pp", 2, worker.main, made.name, "--parts", *(parts or ["all"]))
-    if not parts:
+def folder(layout: str, parts: tuple[str, ...]) -> TemporaryDirectory:
+    """Of these runs of the worker."""
+    (preset, processes, fields), made = RUNS[layout], TemporaryDirectory()
+    launch(preset, processes, worker.main, made.name, "--parts", *parts, "--fields", json.dumps(fields))
+    if "compared" in parts and layout in ALONE:
         launch("python", 1, worker.main, made.name, "--parts", "alone")
     return made
 
 
-def found(*parts: str, file: str = "found") -> dict:
-    return json.loads(Path(folder(*parts).name, f"{file}.json").read_text())
+def found(layout: str = "PP 2", *parts: str, file: str = "found") -> dict:
+    """`parts`: none means all of the slow tier."""
+    parts = parts or (OF_TWO if layout == "PP 2" else OF_FOUR)
+    return json.loads(Path(folder(layout, parts).name, f"{file}.json").read_text())
 
 
-@pytest.mark.slow
-def test_a_run_is_that_of_one_process():
-    ours, alone = found()["compared"], found(file="alone")
+def in_layouts(names: str, *cases: tuple) -> pytest.MarkDecorator:
+    marks = lambda layout: () if layout == "PP 2" else needs_tensor_parallelism  # noqa: E731
+    return pytest.mark.parametrize(names, [pytest.param(*case, marks=marks(case[0])) for case in cases])
+
+
+in_all = in_layouts("layout", *zip(RUNS))
+
+
+@slow
+@in_layouts("layout", *zip(ALONE))
+def test_a_run_is_that_of_one_process(layout):
+    ours, alone = found(layout)["compared"], found(layout, file="alone")
     for name in ("eval_loss", "eval_target"):
         assert abs(alone["evaluation"][name]) > 0.01
         assert ours["evaluation"][name] == pytest.approx(alone["evaluation"][name], rel=1e-9)
@@ -65,7 +95,8 @@ def test_a_run_is_that_of_one_process():
     assert len(ours["losses"]) == 4
     for mine, theirs in zip(ours["losses"], alone["losses"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6)  # Trainer adds losses up in float32
-    mine, theirs = (torch.load(Path(folder().name, name, "weights.pt")) for name in ("compared", "alone"))
+    parts = OF_TWO if layout == "PP 2" else OF_FOUR
+    mine, theirs = (torch.load(Path(folder(layout, parts).name, of, "weights.pt")) for of in ("compared", "alone"))
     start = causal_worker.build(causal_worker.Case("tied", config=causal_worker.TIED)).state_dict()
     assert mine.keys() == theirs.keys()
     for name, weight in theirs.items():
@@ -73,12 +104,13 @@ def test_a_run_is_that_of_one_process():
         assert (mine[name] - weight).abs().max() <= 1e-10, name
 
 
-@pytest.mark.slow
-def test_both_copies_of_a_tied_weight_train_alike():
-    assert found()["compared"]["copies_equal"]
+@slow
+@in_all
+def test_both_copies_of_a_tied_weight_train_alike(layout):
+    assert found(layout)["compared"]["copies_equal"]
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("schedule", schedules.SCHEDULES)
 def test_a_step_is_one_pass_that_holds_what_its_schedule_says(schedule):
     for rank, of_rank in enumerate(found()[schedule]):
@@ -91,13 +123,13 @@ def test_a_step_is_one_pass_that_holds_what_its_schedule_says(schedule):
         assert of_rank["irecv"] == sum(kind.startswith("RECV") for kind in kinds)
 
 
-@pytest.mark.slow
+@slow
 def test_1f1b_holds_fewer_chunks_than_stages_follow():
     assert [of_rank["live"] for of_rank in found()["1f1b"]] == [2, 1]
     assert [of_rank["live"] for of_rank in found()["gpipe"]] == [worker.CHUNKS] * 2
 
 
-@pytest.mark.slow
+@slow
 def test_no_process_holds_the_whole_model():
     whole = causal_worker.build(causal_worker.Case("tied", config=causal_worker.TIED))
     number = sum(p.numel() for p in whole.parameters())
@@ -105,66 +137,85 @@ def test_no_process_holds_the_whole_model():
         assert all(0 < of_rank["parameters"] < 0.7 * number for of_rank in found()[schedule])
 
 
-SHORT = ("resumed", "drawn")  # runs of the default tier
+def kinds(layout: str, *names: str) -> list:
+    marks = [slow] if layout == "PP 2" else [slow, needs_tensor_parallelism]
+    return [pytest.param(layout, (), name, marks=marks) for name in names]
+
+
 of_kinds = pytest.mark.parametrize(
-    "kind", ["resumed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("adapters", "adapters, head"))]
+    "layout, parts, kind",
+    [
+        ("PP 2", SHORT, "resumed"),
+        *kinds("PP 2", "adapters", "adapters, head"),
+        *(case for layout in RUNS if layout != "PP 2" for case in kinds(layout, "resumed", "adapters")),
+    ],
 )
 
 
 @of_kinds
-def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(kind):
-    run = found(*(SHORT if kind in SHORT else [kind]))[kind]
+def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(layout, parts, kind):
+    run = found(layout, *parts)[kind]
     assert run["moved"] > 1e-2
     assert run["equal"] and run["losses_equal"] and run["committed"] == ""
     assert {"trainable_optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"} <= set(run["files"])
-    assert run["sizes"] == [1, 1, 2]
+    if layout == "PP 2":
+        assert run["sizes"] == [1, 1, 2]
 
 
 @of_kinds
-def test_the_folder_of_the_end_is_whole(kind):
-    run = found(*(SHORT if kind in SHORT else [kind]))[kind]
+def test_the_folder_of_the_end_is_whole(layout, parts, kind):
+    run = found(layout, *parts)[kind]
     assert run["weights_equal"] and "lm_head.weight" not in run["keys"]
     assert run["tied"] is (kind != "adapters, head")
     assert run["logits_differ"] < 1e-6 and run["unlabelled"]
 
 
 def test_a_tied_weight_that_processes_drew_for_themselves_is_one():
-    assert found(*SHORT)["drawn"] == {"before": True, "after": True}
+    assert found("PP 2", *SHORT)["drawn"] == {"before": True, "after": True}
 
 
-@pytest.mark.slow
-def test_checkpoints_of_frozen_parts_are_resumed_and_taken():
+@slow
+@in_layouts("layout", *((layout,) for layout in RUNS if layout != "PP 2"))
+def test_so_it_is_where_layers_are_split_or_sharded(layout):
+    assert found(layout)["drawn"] == {"before": True, "after": True}
+
+
+@slow
+@in_all
+def test_checkpoints_of_frozen_parts_are_resumed_and_taken(layout):
     for kind in ("frozen", "head"):
-        run = found()[kind]
+        run = found(layout)[kind]
         assert run["equal"] and run["taken"] and run["moved"]
-    assert found()["head"]["saved"] == ["model.embed_tokens.weight"]
-    assert not any("layers.0." in name or "layers.3." in name for name in found()["frozen"]["saved"])
+    assert found(layout)["head"]["saved"] == ["model.embed_tokens.weight"]
+    assert not any("layers.0." in name or "layers.3." in name for name in found(layout)["frozen"]["saved"])
 
 
-@pytest.mark.slow
+@slow
 def test_a_stream_trains_on_the_rows_in_its_order():
     of_rows, of_stream = found()["streamed"]
     assert len(of_rows) == 4 and of_rows[0] != of_rows[1] and of_stream == of_rows
 
 
-@pytest.mark.slow
-def test_a_checkpoint_is_read_by_processes_that_have_other_stages():
-    assert found()["elsewhere"] == {"weights": True, "moments": True, "moved": True}
+@slow
+@in_all
+def test_a_checkpoint_is_read_by_processes_that_have_other_stages(layout):
+    assert found(layout)["elsewhere"] == {"weights": True, "moments": True, "moved": True}
 
 
-@pytest.mark.slow
-def test_an_update_whose_loss_is_not_finite_is_skipped_on_all():
-    assert found()["not_finite"] == {"skipped_once": True, "is_finite": True}
+@slow
+@in_all
+def test_an_update_whose_loss_is_not_finite_is_skipped_on_all(layout):
+    assert found(layout)["not_finite"] == {"skipped_once": True, "is_finite": True}
 
 
-@pytest.mark.slow
+@slow
 def test_a_logged_line_says_how_long_processes_wait():
     measured, expected = found()["resumed"]["bubble"]
     assert expected == pytest.approx(1 / (worker.CHUNKS + 1), abs=1e-4)
     assert 0 < measured < 1
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     ("what", "words"),
     [
