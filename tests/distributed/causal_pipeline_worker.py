@@ -43,7 +43,6 @@ from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.pipeline_worker import Read, all_ranks, everyone, said_by
 from tests.launching import leave_together
 from tests.parity.causal_worker import CONFIG, LORA, TIED, Case, build, collate, loss_of_outputs
-from tests.tiny_models import embedding_model
 
 BATCH, ROWS = 6, 36  # an update takes two batches, an epoch has three of them
 CHUNKS = BATCH // 2
@@ -326,7 +325,6 @@ def refusals(base: Path, folder: Path) -> dict[str, str]:
     takes_no_items = build(tied)
     takes_no_items.accepts_loss_kwargs = False
     classifier = LlamaForSequenceClassification(build(tied).config)
-    embedding = embedding_model(build(tied).config.to_dict(), pooling="last")
     scaling = AutoModelForCausalLM.from_config(granite())
     return {
         "no chunks": attempt(gradient_cache_chunk_size=None),
@@ -346,7 +344,6 @@ def refusals(base: Path, folder: Path) -> dict[str, str]:
         "noise": attempt(neftune_noise_alpha=5.0),
         "merging": attempt(get_peft_model(build(tied), LORA), frozen_modules=["norm"], trains=True),
         "classifier": attempt(classifier),
-        "embeddings": attempt(embedding),
         "architecture": attempt(scaling),
         "layers": attempt(pipeline_split=[6]),
     }

@@ -236,7 +236,6 @@ def test_a_logged_line_says_how_long_processes_wait():
         ("noise", "neftune_noise_alpha=5.0"),
         ("merging", "with adapters does not work under FSDP, ZeRO-3 and in a pipeline"),
         ("classifier", "LlamaForSequenceClassification with its own loss"),
-        ("embeddings", "needs a loss over embeddings.*or a causal language model"),
         ("architecture", 'made of "granite"'),
         ("layers", "6 layers cut at"),
     ],
