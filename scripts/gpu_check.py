@@ -10,7 +10,7 @@
 (2) matrix: bf16 and fp16 x one process, DDP and FSDP2 x compiled or not x attention, 64 chunks in every step. All
     cells have the same weights and the same global batch, so their first loss and gradient norm must agree
 (3) benchmarks: benchmark_gradient_cache.py and benchmark_training.py with models from 33 million to 0.6 billion
-(4) batch: batches of up to 65,536 pairs, the smallest of each model padded too
+(4) batch: batches of up to 65,536 pairs, the smallest of each model padded too, and of the first one compiled
 (5) plan: what `hf-dist plan` says beside what torch's allocator counted
 
 Each part writes PART.md into the output folder, and page.md is made of them. A cell is a process of its own, so that
@@ -436,23 +436,28 @@ def shown(command: Sequence[str]) -> str:
 
 def batch(part: Part) -> None:
     sizes = part.sizes
-    part.lines += ["", f"One process, bf16, chunks of {sizes.chunk_tokens:,} tokens, texts cut at"]
-    part.lines[-1] += (
-        f" {sizes.batch_length} tokens; the second step. MFU: 6 operations for each weight outside of the"
-    )
-    part.lines[-1] += " embedding and each real token, of the products in half precision that the card is sold with."
+    part.lines += [
+        "",
+        f"One process, bf16, chunks of {sizes.chunk_tokens:,} tokens, texts cut at {sizes.batch_length} tokens; the "
+        "last of two steps, of three where they compile. MFU: 6 operations for each weight outside of the embedding "
+        "and each real token, of the products in half precision that the card is sold with.",
+    ]
     columns = ("rows/s", "tokens/s", "MFU", "chunks", "s/step", "of it data", "peak GiB", "reserved GiB", "loss", "")
     part.table("model", "pairs", "chunks are", *columns)
+    compiles = {"torch_compile": True, "torch_compile_backend": sizes.compile_backend, "max_steps": 3}
     for model, batches in sizes.batches:
         weights = weights_beside_embedding(model)
-        for pairs, packs in [(batches[0], False), *((pairs, "auto") for pairs in batches)]:
-            name = f"{model}-{pairs}-{packs}"
+        cells = [(batches[0], "padded", {"gradient_cache_packing": False})]
+        if model == sizes.batches[0][0]:
+            cells.append((batches[0], "packed, compiled", compiles))
+        for pairs, how, fields in [*cells, *((pairs, "packed", {}) for pairs in batches)]:
+            name = f"{model}-{pairs}-{how.replace(', ', '-')}"
             run = part.run_file(
-                name, model, max_length=sizes.batch_length, max_steps=2, per_device_train_batch_size=pairs, bf16=True,
+                name, model, max_length=sizes.batch_length, per_device_train_batch_size=pairs, bf16=True,
                 gradient_cache_chunk_tokens=sizes.chunk_tokens, accelerate_config="single_gpu",
-                gradient_cache_packing=packs,
+                **{"gradient_cache_packing": "auto", "max_steps": 2, **fields},
             )  # fmt: skip
-            failure, steps = part.train(name, run, 240)
+            failure, steps = part.train(name, run, 300)
             figures = [""] * 9
             if steps:
                 last = steps[-1]
@@ -461,7 +466,7 @@ def batch(part: Part) -> None:
                 figures += [number(pairs / last["rows_per_second"]), number(last["seconds_data"]), part.counted(steps)]
                 reserved = last.get("reserved")
                 figures += ["" if reserved is None else number(reserved / GIB), number(last["loss"], 4)]
-            part.row(model, f"{pairs:,}", "packed" if packs else "padded", *figures, failure=failure)
+            part.row(model, f"{pairs:,}", how, *figures, failure=failure)
 
 
 def weights_beside_embedding(model: str) -> int:
@@ -523,10 +528,10 @@ def planned(said: dict, strategy: str) -> dict[str, float]:
 
 # name -> (title, what runs, seconds it may take beside those in which the data is written)
 PARTS: dict[str, tuple[str, Callable[[Part], None], float]] = {
-    "tests": ("Tests that need a GPU", tests, 300),
-    "matrix": ("Smoke matrix", matrix, 540),
-    "benchmarks": ("Benchmarks", benchmarks, 550),
-    "batch": ("Large batches", batch, 520),
+    "tests": ("Tests that need a GPU", tests, 250),
+    "matrix": ("Smoke matrix", matrix, 500),
+    "benchmarks": ("Benchmarks", benchmarks, 500),
+    "batch": ("Large batches", batch, 700),
     "plan": ("The plan beside measured memory", plan, 400),
 }
 

@@ -2,10 +2,15 @@
 """What a step costs an H200 at least, counted without a GPU: `python scripts/gpu_roofline.py [MODEL ...]`.
 
 One update of `DistTrainer` runs on tensors without values (tests/fake_cuda) with pairs of up to 256 tokens, packed,
-under bf16. Every kernel takes at least 2 microseconds, the time of its products at 65 % of 989 TFLOP/s (494 in
-float32, as TF32), and that of its bytes at 80 % of 4.8 TB/s. Attention counts as if every row of a chunk were as long
-as its longest. The sum is a bound: it knows no gap between kernels. MFU counts 6 operations for each weight outside of
-the embedding and each real token, of 989 TFLOP/s. The host is taken to launch a kernel in 5 microseconds.
+under bf16, with two and with three of the model's layers: each further layer adds what the third one adds. Every
+kernel takes at least 2 microseconds, the time of its products at 65 % of 989 TFLOP/s (494 in float32, as TF32), and
+that of its bytes at 80 % of 4.8 TB/s. Attention counts as if every row of a chunk were as long as its longest. The sum
+is a bound: it knows no gap between kernels. MFU counts 6 operations for each weight outside of the embedding and each
+real token, of 989 TFLOP/s. The host is taken to launch a kernel in 5 microseconds.
+
+Compiled (`torch_compile`): the kernels of the step's largest chunk are those into which inductor's scheduler fuses its
+graphs, with the bytes that it says they read and write (tests/fake_cuda/compiled.py): a count. The step's time is that
+of its uncompiled parts and, for all chunks, the largest one's by tokens: a model.
 """
 
 from __future__ import annotations
@@ -13,7 +18,9 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -32,51 +39,84 @@ def main() -> None:
             code = os.spawnve(os.P_WAIT, sys.executable, command, os.environ | {"FAKE_CUDA_LIBRARY": str(library)})
         sys.exit(code)
     print(__doc__.split("\n\n", 1)[1])
-    print("| model | tokens of a chunk | kernels per forward | per replay | step | products | MFU | launches |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| model | tokens of a chunk | | kernels per forward | per replay | step | products | MFU | launches |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for name in sys.argv[1:] or ROWS:
-        print(row(name), flush=True)
+        for line in rows(name):
+            print(line, flush=True)
     os._exit(0)  # torch's threads would ask a device that is not there to end
 
 
-def row(name: str) -> str:
-    from tests.fake_cuda import cases  # isort: skip  # before torch
+def rows(name: str) -> Iterator[str]:
+    from model_sizes import MODELS
 
+    (pairs, tokens), layers = ROWS.get(name, (8, 64)), MODELS[name]["num_hidden_layers"]
+    two, three = (measured(name, number, pairs, tokens) for number in (2, 3))
+    for how in two:
+        found = {key: two[how][key] + (layers - 2) * (three[how][key] - two[how][key]) for key in two[how]}
+        mfu = 6 * found["weights"] * found["tokens"] / found["seconds"] / PEAK
+        of_step = f"{found['seconds'] * 1e3:.1f} ms | {found['products'] / found['seconds']:.0%} | {mfu:.0%}"
+        launches = f"{found['launched'] * LAUNCH_ON_HOST * 1e3:.0f} ms"
+        yield f"| {name} | {tokens:,} | {how} | {found['forward']:,} | {found['replay']:,} | {of_step} | {launches} |"
+
+
+def measured(name: str, layers: int, pairs: int, tokens: int) -> dict[str, dict[str, float]]:
+    """Of a step with so many layers, as it is and compiled."""
+    from tests.fake_cuda import cases  # isort: skip  # before torch
     import datasets
     import numpy as np
     import torch
     from model_sizes import MODELS, pooling_of
 
+    from hf_dist_ext.engine.chunks import Chunk
     from hf_dist_ext.engine.losses import InfoNCELoss
     from hf_dist_ext.models.from_run import build as build_model
+    from hf_dist_ext.training.step import EmbeddingStep
+    from tests.fake_cuda import compiled
     from tests.tiny_models import tiny_tokenizer
 
-    pairs, tokens = ROWS.get(name, (8, 64))
     lengths = np.random.default_rng(0).lognormal(np.log(MOST_TOKENS / 2.2), 0.6, (2, pairs)).astype(int)
     lengths = np.clip(lengths, 4, MOST_TOKENS)
     texts = [[cases.text(i, n - 2) for i, n in enumerate(column.tolist())] for column in lengths]
     data = datasets.Dataset.from_dict(dict(zip(("query", "positive"), texts, strict=True)))
+    config = MODELS[name] | {"num_hidden_layers": layers}
 
     def model(folder: Path) -> torch.nn.Module:
         with torch.device("cuda"):
             made = build_model(
-                model_config=MODELS[name], tokenizer=tiny_tokenizer(max_length=MOST_TOKENS), pooling=pooling_of(name)
+                model_config=config, tokenizer=tiny_tokenizer(max_length=MOST_TOKENS), pooling=pooling_of(name)
             )
         table = made.transformers_model.get_input_embeddings().weight
         sizes.append(sum(p.numel() for p in made.parameters()) - table.numel())
         return made
 
-    sizes: list[int] = []
+    def remembered(step: EmbeddingStep, wrapped: torch.nn.Module, chunk: Chunk, **more):
+        seen.append((step, chunk))
+        return encode(step, wrapped, chunk, **more)
+
+    sizes, seen, encode = [], [], EmbeddingStep._encode
     options = cases.PACKED | {"gradient_cache_chunk_size": None, "gradient_cache_chunk_tokens": tokens}
     case = cases.Case(model, lambda made: InfoNCELoss(), lambda: data, options)
-    with cases.DEVICE:
+    with cases.DEVICE, mock.patch.object(EmbeddingStep, "_encode", remembered):
         found = cases.run(case, rows=pairs)
-    forward, replay = (max(found["kernels"][kind]) for kind in (cases.ENCODE, cases.REPLAY))
-    seconds, launches = found["seconds"], found["launched"] * LAUNCH_ON_HOST
-    mfu = 6 * sizes[0] * int(lengths.sum()) / seconds / PEAK
-    share = found["products"] / seconds
-    of_step = f"{seconds * 1e3:.1f} ms | {share:.0%} | {mfu:.0%} | {launches * 1e3:.0f} ms"
-    return f"| {name} | {tokens:,} | {forward:,} | {replay:,} | {of_step} |"
+    kinds = cases.ENCODE, cases.REPLAY
+    kernels, seconds = ({kind: found[key][kind] for kind in kinds} for key in ("kernels", "seconds_of"))
+    of_all = {"weights": sizes[0], "tokens": int(lengths.sum())}
+    plain = {key: found[key] for key in ("seconds", "products", "launched")}
+    step, chunk = max(seen, key=lambda one: one[1].width)
+    costs = compiled.chunk_costs(cases.DEVICE, step, step.sizes.model(), chunk)
+    times, num_chunks = of_all["tokens"] / chunk.width, len(kernels[cases.REPLAY])
+    made = {
+        "seconds": plain["seconds"] - sum(map(sum, seconds.values())) + times * sum(one["seconds"] for one in costs),
+        "products": times * sum(one["products"] for one in costs),
+        "launched": plain["launched"] - sum(map(sum, kernels.values()))
+        + num_chunks * sum(one["kernels"] for one in costs),
+    }  # fmt: skip
+    forward, replay = (max(of_kind) for of_kind in kernels.values())
+    return {
+        "": of_all | plain | {"forward": forward, "replay": replay},
+        "compiled": of_all | made | {"forward": costs[0]["kernels"], "replay": costs[1]["kernels"]},
+    }
 
 
 if __name__ == "__main__":

@@ -128,6 +128,7 @@ class Watch:
         self.trainer, self.device = trainer, device
         self.steps: list[dict] = []
         self.kernels: dict[str, list[int]] = defaultdict(list)  # of this update, by the kind of phase
+        self.seconds: dict[str, list[float]] = defaultdict(list)
         self._fetch, trainer.get_batch_samples = trainer.get_batch_samples, self._begin
         self._phase, trainer.clock.phase = trainer.clock.phase, self._counted
 
@@ -140,17 +141,18 @@ class Watch:
         self.steps.append(
             {"reads": dict(device.reads), "copies": dict(device.copies), "casts": max(casts.values(), default=0),
              "cast": len(casts), "kernels": dict(self.kernels), "launched": device.kernels.total(),
-             "seconds": device.seconds, "products": device.products}
+             "seconds": device.seconds, "products": device.products, "seconds_of": dict(self.seconds)}
         )  # fmt: skip
-        self.kernels = defaultdict(list)
+        self.kernels, self.seconds = defaultdict(list), defaultdict(list)
         device.reset()
 
     @contextmanager
     def _counted(self, phase) -> Iterator[None]:
-        before = self.device.kernels.total()
+        before, seconds = self.device.kernels.total(), self.device.seconds
         with self._phase(phase):
             yield
         self.kernels[phase.kind].append(self.device.kernels.total() - before)
+        self.seconds[phase.kind].append(self.device.seconds - seconds)
 
 
 @contextmanager

@@ -1,0 +1,110 @@
+"""What inductor would run on the fake device: it plans its kernels there as on a GPU, and none of them is made.
+
+A graph that is run counts as the kernels that inductor's scheduler has fused it into. A matrix product takes the time
+that `FakeDevice` gives it, any other kernel that of the bytes that it reads and writes. inductor's patterns are left
+out (it would try them out on a GPU), so that a few kernels more are counted than it makes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo import device_interface
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import compile_fx, config, scheduler
+from torch._inductor.debug import DebugContext
+from torch._inductor.fx_passes import fuse_attention, joint_graph, post_grad
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+
+from tests.fake_cuda.device import LAUNCH, MEMORY, FakeDevice
+
+
+def prepare() -> None:
+    """inductor asks what the device can do, and for Triton, which it needs for making kernels alone."""
+    properties = torch.cuda.get_device_properties(0)
+    properties.gcnArchName, properties.is_integrated = "", False
+    properties.shared_memory_per_block, properties.shared_memory_per_block_optin = 49152, 232448
+    for interface in (device_interface.CudaInterface, device_interface.CudaInterface.Worker):
+        interface.get_device_properties = staticmethod(torch.cuda.get_device_properties)
+    device_interface.CudaInterface.get_compute_capability = staticmethod(lambda *given: 90)
+    scheduler.has_triton = lambda *given: True
+    fuse_attention._sfdp_init = joint_graph.lazy_init = post_grad.lazy_init = lambda *given, **more: None
+    config.pattern_matcher = config.joint_graph_constant_folding = config.fx_graph_cache = False
+
+
+def backend(device: FakeDevice) -> Callable:
+    """For `torch.compile`. Graphs are made outside of the device's mode, and counted when they run inside of it."""
+
+    def of_graph(module: Any, inputs: Sequence[Any], **options: Any) -> Callable:
+        nodes = _planned(module, inputs, options.get("is_inference", False), options.get("is_backward", False))
+        others = [node for node in nodes if not isinstance(node, scheduler.ExternKernelSchedulerNode)]
+        seconds = sum(max(node.get_read_write_buffers_sizes() / MEMORY, LAUNCH) for node in others)
+
+        def run(*given: Any) -> Any:
+            before, products, kernels = device.seconds, device.products, Counter(device.kernels)
+            found = module(*given)
+            device.seconds = before + device.products - products + seconds
+            device.kernels = kernels + Counter({"compiled": len(nodes)})
+            return found
+
+        return make_boxed_func(run)
+
+    return lambda module, inputs: compile_fx.compile_fx(module, inputs, inner_compile=of_graph)
+
+
+def _planned(module: Any, inputs: Sequence[Any], is_inference: bool, is_backward: bool) -> list[Any]:
+    """As torch/_inductor/compile_fx.py does it before it writes code (torch 2.13)."""
+    compile_fx.view_to_reshape(module)
+    with torch.no_grad():
+        fake = compile_fx.fake_tensor_prop(module, inputs)
+    compile_fx.record_original_output_strides(module)
+    with V.set_fake_mode(fake):
+        compile_fx._recursive_post_grad_passes(module, is_inference=is_inference)
+        graph = GraphLowering(
+            module, example_inputs=inputs, shape_env=fake.shape_env, is_inference=is_inference, is_backward=is_backward
+        )
+        with V.set_graph_handler(graph), V.set_debug_handler(DebugContext()):
+            graph.run(*inputs)
+            graph.init_wrapper_code()
+            graph._update_scheduler()
+            found = [one for one in graph.scheduler.nodes if not isinstance(one, scheduler.NopKernelSchedulerNode)]
+            for node in found:
+                node.get_read_write_buffers_sizes()  # remembered, as it asks for the graph
+            return found
+
+
+def chunk_costs(device: FakeDevice, step: Any, model: torch.nn.Module, chunk: Any) -> list[dict[str, float]]:
+    """Kernels, seconds and products of a forward without a graph, and of a forward with its backward, compiled."""
+    from hf_dist_ext.models.packing import leave_uncompiled
+
+    prepare()
+    leave_uncompiled()
+    made = torch.compile(model, backend=backend(device), dynamic=True)
+
+    def encode() -> torch.Tensor:
+        with step.precision():
+            return step.sizes.embedder.call(made, chunk.features, chunk.column, None)
+
+    def forward() -> None:
+        with torch.no_grad():
+            encode()
+
+    def replay() -> None:
+        encode().sum().backward()
+
+    with device.fake, mock.patch("torch.fx.experimental._config.use_duck_shape", False):
+        forward(), replay()
+    found = []
+    # Inside of a mode that is not torch's own, dynamo leaves everything uncompiled.
+    with device, mock.patch.object(FakeDevice, "is_infra_mode", classmethod(lambda kind: True)):
+        for run in (forward, replay):
+            device.reset()
+            run()
+            costs = {"kernels": device.kernels.total(), "seconds": device.seconds, "products": device.products}
+            found.append(costs)
+    return found
