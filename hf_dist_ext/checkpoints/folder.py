@@ -69,7 +69,7 @@ def checkpoint_to_resume(
     passed_over = {} if passed_over is None else passed_over
     if asked is not True:
         return _named(Path(asked), output_dir)
-    history = _history(output_dir)
+    history = manifest.History(output_dir)
     if not history.paths:
         raise UsageError(  # begins as Trainer's, as the next one: programs look for these words and start afresh
             f"No valid checkpoint found in output directory ({output_dir}): it holds no checkpoint-N folder. "
@@ -87,17 +87,6 @@ def checkpoint_to_resume(
     hint = f"Give --resume_from_checkpoint {whole[-1]} to use that one as it is." if whole else "Start afresh."
     reasons = "; ".join(f"{path.name}: {reason}" for path, reason in passed_over.items())
     raise UsageError(f"{output_dir} holds no complete checkpoint ({reasons}). {hint}")
-
-
-def _history(output_dir: Path) -> manifest.History:
-    """UsageError where only an earlier version knew which checkpoints are of a run that was replaced."""
-    history, record = manifest.History(output_dir), output_dir / "earlier_checkpoints.json"
-    if not history.run["run_id"] and record.is_file():
-        raise UsageError(
-            f"{record} is of an earlier version of hf_dist_ext. It lists checkpoints of a run that was replaced, and "
-            "is not read any more. Give the path of the checkpoint to resume."
-        )
-    return history
 
 
 def _may_be_meant(history: manifest.History, checkpoint: Path) -> bool:
@@ -130,7 +119,7 @@ def resume_or_start(training: dict[str, Any]) -> bool | None:
     A job that was killed during its first save has left torn folders: it starts afresh over them. So does one that
     was killed before it, over the checkpoints of the run that it replaces.
     """
-    history = _history(Path(training["output_dir"]))
+    history = manifest.History(training["output_dir"])
     for path in history.paths:
         # A folder with a manifest was whole: what it lacks was left out or deleted, and nobody said to start afresh.
         is_whole = history.manifests[path] or not (manifest.is_unfinished(path) or missing_from_checkpoint(path))

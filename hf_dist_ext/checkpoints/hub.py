@@ -30,23 +30,13 @@ from hf_dist_ext.errors import UsageError
 
 logger = logging.get_logger(__name__)
 
-TO_GO_ON = (  # files and folders at the top of a checkpoint
-    "*optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "trainer_state.json", "loss.safetensors",
-    "gradient_cache.json", "stream_position.json", "ddp_comm_hook_*", "global_step*", "latest", "zero_to_fp32.py",
-    "pytorch_model_fsdp*", "trainable",
-)  # fmt: skip
-
 # (1) ---------------------------------------------------------------------------------------------------------------
 
 
 def copy_model(checkpoint: Path, output_dir: Path) -> bool:
     """The model of a complete checkpoint, as `save_model` would write it to output_dir. Whether it has weights."""
-    names = [
-        name
-        for name in manifest.files_in(checkpoint)
-        if not any(fnmatch(name.partition("/")[0], pattern) for pattern in TO_GO_ON)
-    ]
-    has_weights = any(name.endswith((".safetensors", ".bin")) and "training_args" not in name for name in names)
+    names = [name for name in model_names.of_model(checkpoint) if name != manifest.MANIFEST]
+    has_weights = any(name.endswith((".safetensors", ".bin")) for name in names)
     if not has_weights:
         logger.warning_once(
             "Checkpoints of this run hold their weights in shards, so only the push at its end holds weights."

@@ -6,8 +6,7 @@ renamed: now the checkpoint exists. A folder whose manifest is missing, damaged,
 altered is no checkpoint.
 
 `generation` says which checkpoint is newer: it is one more than the greatest in the output folder at the time of the
-save, and no clock is asked. Manifests of earlier versions have none: they come before all others, in the order of
-their steps.
+save, and no clock is asked.
 
 `run_id` says which run a checkpoint is of. A start afresh, and one from another checkpoint than the newest (a branch),
 begins a new run; its `parent` is the checkpoint it began from. Where a run begins among checkpoints of others,
@@ -212,8 +211,8 @@ def step_of(folder: Path) -> int:
     return int(folder.name.partition("-")[2])
 
 
-def place(folder: Path, content: Mapping[str, Any]) -> Place:
-    return content.get("generation", 0), content["step"] if "step" in content else step_of(folder)
+def place(content: Mapping[str, Any]) -> Place:
+    return content["generation"], content["step"]
 
 
 def identity(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,47 +236,44 @@ class History:
         self._line = self._places_of_runs()
 
     def next_generation(self) -> int:
-        return 1 + max((content.get("generation", 0) for content in self._contents()), default=0)
+        return 1 + max((content["generation"] for content in self._contents()), default=0)
 
     def is_of_earlier_run(self, path: Path) -> bool:
         """Whether a checkpoint is of a run that the current one replaced, or was left when a run went back."""
         content = self.manifests[path]
         if content is None:
             return path.name in self.run["replaces"]
-        return place(path, content) > self._line.get(_run_of(content), (-1, -1))
+        return place(content) > self._line.get(content["run_id"], (-1, -1))
 
     def why_passed_over(self, path: Path) -> str:
         """Why a run that looks for its own newest checkpoint does not take this one, in words; empty when it may."""
         if not self.is_of_earlier_run(path):
             return why_incomplete(path)
-        went_back = self.manifests[path] is not None and _run_of(self.manifests[path]) in self._line
-        return (
-            "the run went back to an older one"
-            if went_back
-            else "of an earlier run in this folder, which a later one replaced"
-        )
+        if (content := self.manifests[path]) is not None and content["run_id"] in self._line:
+            return "the run went back to an older one"
+        return "of an earlier run in this folder, which a later one replaced"
 
     def _contents(self) -> list[dict[str, Any]]:
         return [content for path in self.paths if (content := self.manifests[path])]
 
     def _order(self, path: Path) -> tuple[bool, int, int]:
         content = self.manifests[path]
-        return (True, 0, step_of(path)) if content is None else (False, *place(path, content))
+        return (True, 0, step_of(path)) if content is None else (False, *place(content))
 
     def _current_run(self) -> dict[str, Any]:
         path = self.output_dir / RUN
         try:
             return json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:  # its checkpoints were copied here, or an earlier version wrote them
-            newest = self._contents()[-1:] or [{}]
-            known = {name: newest[0].get(name) for name in ("parent", "began_from_weights")}
-            return {"run_id": _run_of(newest[0]), "replaces": [], **known}
+        except FileNotFoundError:  # the run began in an empty folder, or its checkpoints were copied here
+            newest = (self._contents() or [{"run_id": ""}])[-1]
+            known = {name: newest.get(name) for name in ("run_id", "parent", "began_from_weights")}
+            return {"replaces": [], **known}
         except ValueError:
             raise UsageError(f"{path} is damaged. Delete it and give the path of the checkpoint to resume.") from None
 
     def _places_of_runs(self) -> dict[str, Place]:
         """run_id -> the last place of that run which the current one continues; the current one's own have no end."""
-        parents = {_run_of(content): content.get("parent") for content in self._contents()}
+        parents = {content["run_id"]: content.get("parent") for content in self._contents()}
         branch, run_id, parent, last = {}, self.run["run_id"], self.run["parent"], (1 << 62, 0)
         while run_id not in branch:
             branch[run_id] = last
@@ -290,12 +286,9 @@ class History:
 
 def _readable(folder: Path) -> dict[str, Any] | None:
     with contextlib.suppress(UsageError):
-        return read(folder)
+        content = read(folder)
+        return content if content and "generation" in content else None  # else what `save_model` wrote there
     return None
-
-
-def _run_of(content: Mapping[str, Any]) -> str:
-    return content.get("run_id", "")  # earlier versions gave their runs no id
 
 
 # ---- a run begins ----
@@ -306,11 +299,8 @@ def new_run(
 ) -> dict[str, Any]:
     """What `current_run.json` says of a run that starts afresh, or from the checkpoint `parent`, or from its weights
     alone."""
-    content = None if parent is None else read(parent)
-    origin = None
-    if content is not None:
-        generation, step = place(parent, content)
-        origin = {"run_id": _run_of(content), "generation": generation, "step": step}
+    content = None if parent is None else _readable(parent)
+    origin = None if content is None else identity(content)
     run = {"run_id": uuid.uuid4().hex, "parent": origin, "replaces": list(replaces)}
     return run | {"began_from_weights": has_weights_only}
 

@@ -22,13 +22,13 @@ import torch
 import transformers
 from torch import nn
 
-from hf_dist_ext.checkpoints import manifest, model_names, safe_reading, sentence_model, trainable
+from hf_dist_ext.checkpoints import manifest, model_names, safe_reading, sentence_model, trainable, weights
 from hf_dist_ext.checkpoints.folder import require_new
-from hf_dist_ext.checkpoints.resume import SHARDED_BY_FSDP, load_whole
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.adapters import CONFIG, adapters_of, base_of, merge_inside, why_not_by_weights, with_adapters
+from hf_dist_ext.models.adapters import CONFIG, adapters_of, base_of, merge_inside, put_in, why_not_by_weights
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.models.folders import resolve_folder
+from hf_dist_ext.strategies.base import Strategy
 
 TOLERANCE = 1e-4  # between outputs before and after merging adapters, of their size: float32 sums in another order
 
@@ -124,7 +124,7 @@ def _complete_model(checkpoint: Path, facts: dict, base: str | None, options: di
         if not is_partial:
             shards = _sharded_adapters(checkpoint, trust)
             if shards is not None:
-                model = with_adapters(model, checkpoint, shards)
+                model = put_in(model, checkpoint, shards)
             else:
                 model = PeftModel.from_pretrained(model, checkpoint)
             trainable.check_base(checkpoint, model)
@@ -176,19 +176,19 @@ def _complete_embedder(checkpoint: Path, facts: dict, base: str | None, options:
     if is_partial:
         trainable.load_on_base(model, checkpoint, trust)
     else:
-        load_whole(model, checkpoint, trust)
+        weights.load(model, checkpoint, trust, Strategy())
     return model
 
 
 def _sharded_adapters(checkpoint: Path, trust: bool) -> dict[str, torch.Tensor] | None:
     """Adapters that FSDP saved in shards, under peft's names."""
-    folder = checkpoint / SHARDED_BY_FSDP
+    folder = checkpoint / weights.SHARDED_BY_FSDP
     if not folder.is_dir():
         return None
     entries = safe_reading.read_entries(folder, trust)
-    weights = {name: torch.empty(tuple(one.size), dtype=one.properties.dtype) for name, one in entries.items()}
-    safe_reading.load(weights, folder, trust)
-    return {name.removeprefix("model."): value for name, value in weights.items()}
+    found = {name: torch.empty(tuple(one.size), dtype=one.properties.dtype) for name, one in entries.items()}
+    safe_reading.load(found, folder, trust)
+    return {name.removeprefix("model."): value for name, value in found.items()}
 
 
 def _has_whole_weights(folder: Path) -> bool:
@@ -210,7 +210,7 @@ def _load(facts: dict, folder: Path, options: dict, is_base: bool = False) -> An
 
 def _from_shards(checkpoint: Path, facts: dict, options: dict, trust: bool) -> Any:
     model = _model_class(facts)(transformers.AutoConfig.from_pretrained(checkpoint, **options))
-    load_whole(model, checkpoint, trust)
+    weights.load(model, checkpoint, trust, Strategy())
     return model.eval()
 
 

@@ -16,10 +16,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_dist_ext.checkpoints import commit, loss_state, merge, resume, safe_reading, sentence_model, trainable
+from hf_dist_ext.checkpoints import commit, loss_state, merge, safe_reading, sentence_model, trainable, weights
 from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.checkpoints.facts import base_model, dtype_of_base
-from hf_dist_ext.checkpoints.weights import load_in_memory_names
 from hf_dist_ext.models.adapters import adapters_of, merged_weights, trains_beside
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies import consensus
@@ -161,25 +160,24 @@ class ModelFiles:
 
     def save_weights(self, folder: Path, whole: dict | None, save: Save, writer: Writer) -> None:
         """As `save`, Trainer's, does, which takes the folder and the whole weights; None: the model's own."""
-        if not self.args.should_save and self.strategy().is_cut:
-            save = _nothing  # peft would look for modules of its own in the weights, which are on the first rank
-        elif self.args.should_save:
-            save = partial(_keeping_card, save)
+        if not self.args.should_save:  # of a model that transformers has split, all ranks gather it
+            return None if self._empty is not None else save(str(folder), whole)
+        model: Any = self.bare_model()
         if self._empty is not None:
-            if self.args.should_save:
-                loss_state.save_arguments(self.args, folder)
-                model: Any = self.bare_model()
-                if not (writer.is_later or self._is_apart) and all(map(sentence_model.is_alone, model.parameters())):
-                    sentence_model.write(model, folder)  # with its settings of now
-                    return
-                whole = model.state_dict() if whole is None else whole
-                write = partial(sentence_model.save, self._empty)
-                writer.write(whole, lambda whole, group: write(whole, folder))
-        elif writer.is_later and self._can_be_written_later():
-            if self.args.should_save:
-                self._save_later(folder, whole, writer)
+            loss_state.save_arguments(self.args, folder)
+            if not (writer.is_later or self._is_apart) and all(map(sentence_model.is_alone, model.parameters())):
+                sentence_model.write(model, folder)  # with its settings of now
+                return
+            write = partial(sentence_model.save, self._empty)
+        elif not (writer.is_later and self._can_be_written_later()):
+            return _keeping_card(save, str(folder), whole)
         else:
-            save(str(folder), whole)
+            self._save_description(folder)
+            if not isinstance(model, PreTrainedModel):
+                return writer.tensors(model.state_dict() if whole is None else whole, folder / "model.safetensors")
+            write = partial(_save_pretrained, model)
+        whole = model.state_dict() if whole is None else whole
+        writer.write(whole, lambda whole, group: write(whole, folder))
 
     def write_merged(self, folder: Path, whole: Mapping[str, torch.Tensor]) -> None:
         """The folder of a model of sentence-transformers, of whole weights that have no adapters any more."""
@@ -191,15 +189,6 @@ class ModelFiles:
         model = self.bare_model()
         is_split = getattr(getattr(model, "config", None), "distributed_config", None) is not None
         return not (adapters_of(model) or getattr(model, "hf_quantizer", None) or is_split)
-
-    def _save_later(self, folder: Path, whole: dict | None, writer: Writer) -> None:
-        self._save_description(folder)
-        model = self.bare_model()
-        whole = model.state_dict() if whole is None else whole
-        if isinstance(model, PreTrainedModel):
-            writer.write(whole, lambda whole, group: model.save_pretrained(folder, state_dict=whole))
-        else:
-            writer.tensors(whole, folder / "model.safetensors")
 
     def _save_description(self, folder: Path) -> None:
         if self.args.should_save:
@@ -216,8 +205,9 @@ class ModelFiles:
 
     def _save_whole(self, folder: Path, save: Save) -> None:
         whole = self.whole_weights()
-        with self.strategy().saving_whole(self.model()):
-            save(str(folder), whole)
+        if self.args.should_save:
+            with self.strategy().saving_whole(self.model()):
+                save(str(folder), whole)
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
         """The model's state dict on the first rank, also when it is sharded. Every rank calls it."""
@@ -259,16 +249,11 @@ class ModelFiles:
         strategy, trusts = self.strategy(), getattr(self.args, "trust_checkpoint", False)
         if self.is_part:
             trainable.load_weights(model, self._saved_here(), folder, trusts, strategy.elsewhere)
-        elif self._empty is not None and strategy.split:
-            safe_reading.check(folder, trusts)
-            sentence_model.load(self.bare_model(), folder, strategy.read_backbone)
-        elif strategy.load_whole(self.model(), folder):
-            pass
-        elif self.is_ours and strategy.reads_own_format and not strategy.holds_own_format(folder):
-            resume.load_whole(self.bare_model(), folder, trusts)
-        elif strategy.reads_own_format or not load_in_memory_names(self.bare_model(), str(folder)):
+        elif strategy.reads_own_format and (strategy.holds_own_format(folder) or not self.is_ours):
             safe_reading.check(folder, trusts)
             return False
+        else:
+            return weights.load(self.bare_model(), folder, trusts, strategy)
         return True
 
     def load_optimizer(self, folder: Path, optimizer: Any) -> bool:
@@ -282,6 +267,10 @@ class ModelFiles:
         return True
 
 
+def _save_pretrained(model: PreTrainedModel, whole: dict[str, torch.Tensor], folder: Path) -> None:
+    model.save_pretrained(folder, state_dict=whole)
+
+
 def _keeping_card(save: Save, folder: str, whole: dict | None) -> None:
     """peft writes lines of its own into a README.md that lies there."""
     card = Path(folder, "README.md")
@@ -289,7 +278,3 @@ def _keeping_card(save: Save, folder: str, whole: dict | None) -> None:
     save(folder, whole)
     if before is not None:
         card.write_bytes(before)
-
-
-def _nothing(folder: str, whole: dict | None) -> None:
-    pass

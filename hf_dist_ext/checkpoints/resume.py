@@ -18,29 +18,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers import set_seed
 from transformers.utils import logging
 
-from hf_dist_ext.checkpoints import manifest, safe_reading, sentence_model, trainable
+from hf_dist_ext.checkpoints import manifest, safe_reading, trainable, weights
 from hf_dist_ext.checkpoints.folder import another, checkpoint_to_resume, missing_from_checkpoint
 from hf_dist_ext.checkpoints.loss_state import LOSS_OPTIMIZER, LOSS_WEIGHTS, loss_parameters, state_of
-from hf_dist_ext.checkpoints.weights import load_in_memory_names, weights_in_memory_names
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.models.adapters import adapters_of
-from hf_dist_ext.models.embedder import is_of_sentence_transformers
-from hf_dist_ext.models.weights import check_weights
 from hf_dist_ext.strategies import collectives, consensus
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.rows import Rows
-from hf_dist_ext.strategies.tensors import is_split, put
 
 logger = logging.get_logger(__name__)
 
 OF_A_METRIC = {"reduce_lr_on_plateau", "greedy"}  # schedules with a state of their own; all others share one form
-SHARDED_BY_FSDP = "pytorch_model_fsdp_0"  # what accelerate calls it
 
 # ---- which one ----
 
@@ -207,8 +200,8 @@ def check_complete(args: Any, folder: Path, loss: Any, rows: Rows, has_scaler: b
     needed = ["scaler.pt"] if has_scaler else []
     needed += [LOSS_WEIGHTS] if state_of(loss) else []
     needed += [LOSS_OPTIMIZER] if loss_parameters(loss) else []
-    world_size = saved_world_size(folder)
-    if (world_size, saved_ranks_per_rows(folder)) == (args.world_size, rows.shared_by):
+    world_size, per_rows, _ = saved_spread(folder)
+    if (world_size, per_rows) == (args.world_size, rows.shared_by):
         needed.append(f"rng_state_{args.process_index}.pth" if world_size > 1 else "rng_state.pth")
 
     def look() -> list[str]:
@@ -240,7 +233,7 @@ def check_base(folder: Path, model: Any, dtype: str, cast_to: str | None) -> Non
     saved = (manifest.read(folder) or {}).get("dtype")
     if not adapters_of(model) or saved is None:
         return
-    if saved not in (dtype, cast_to):  # earlier versions wrote down what DeepSpeed had cast the base to
+    if saved not in (dtype, cast_to):
         raise UsageError(
             f'{folder}: its adapters were trained on a base in {saved}, which this run loads in {dtype}. Set "dtype": '
             f'"{saved}", or resume_weights_only to start anew from them.'
@@ -271,7 +264,7 @@ def best_checkpoint_of(args: Any, folder: Path) -> str | None:
     """Where the best checkpoint lies of the run that `folder` is of. trainer_state.json has the path that it had when
     it was written. The run's folder may have been moved or copied since, so what lies beside `folder` comes first, as
     long as it is what the manifest of `folder` names. UsageError where the run is to end with it and it is gone."""
-    identity = (manifest.read(folder) or {}).get("best")  # none in those of earlier versions
+    identity = (manifest.read(folder) or {}).get("best")
 
     def look() -> Path | None:
         state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
@@ -319,25 +312,20 @@ def _broken(checkpoint: Path) -> str:
     return manifest.why_incomplete(checkpoint) if (checkpoint / manifest.MANIFEST).is_file() else ""
 
 
-def saved_world_size(folder: Path) -> int:
-    """Of how many processes a checkpoint is."""
-    content = manifest.read(folder)
-    return content["world_size"] if content else max(len(list(folder.glob("rng_state_*.pth"))), 1)
-
-
-def saved_ranks_per_rows(folder: Path) -> int:
-    """How many processes held the same rows."""
-    content = manifest.read(folder) or {}
-    return content.get("tensor_parallel_size", 1) * content.get("pipeline_parallel_size", 1)
+def saved_spread(folder: Path) -> tuple[int, int, int]:
+    """Of how many processes a checkpoint is, how many of them held the same rows, and how many parts of one layer."""
+    if (content := manifest.read(folder)) is None:
+        return max(len(list(folder.glob("rng_state_*.pth"))), 1), 1, 1
+    per_layer = content["tensor_parallel_size"]
+    return content["world_size"], per_layer * content["pipeline_parallel_size"], per_layer
 
 
 def draws_anew(args: Any, step: int, folder: str, strategy: Strategy) -> bool:
     """Under another number of processes no random state fits; what is drawn then follows from the run's seed and the
     step, as it follows from the seed at a start."""
-    share, per_layer = strategy.rows.shared_by, strategy.ranks_per_layer
-    before, share_before = saved_world_size(Path(folder)), saved_ranks_per_rows(Path(folder))
-    per_layer_before = (manifest.read(Path(folder)) or {}).get("tensor_parallel_size", 1)
-    if (before, share_before, per_layer_before) == (args.world_size, share, per_layer):
+    share = strategy.rows.shared_by
+    before, share_before, per_layer = saved_spread(Path(folder))
+    if (before, share_before, per_layer) == (args.world_size, share, strategy.ranks_per_layer):
         return False
     if collectives.rank() == 0:
         groups = "" if share == share_before else f" (in groups of {share_before} and of {share} with the same rows)"
@@ -362,51 +350,8 @@ def load_weights_only(
     """The checkpoint's weights into the bare model; UsageError when they do not fit it."""
     if trainable.has_trainable_weights(folder):
         trainable.load_on_base(model, folder, trust, strategy.elsewhere, strategy.said_by_parts)
-    elif strategy.split and is_of_sentence_transformers(model) and (folder / "modules.json").is_file():
-        sentence_model.load(model, folder, strategy.read_backbone)
-    elif strategy.load_whole(model, folder) or load_in_memory_names(model, str(folder)):
-        pass
-    elif hasattr(model, "peft_config") and list(folder.glob("**/adapter_model.*")):
+    elif not weights.load(model, folder, trust, strategy):
         load_adapters(model, folder)
-    else:
-        load_whole(model, folder, trust)
-
-
-def _whole_weights(model: nn.Module, folder: Path, trust: bool) -> dict[str, torch.Tensor]:
-    if (folder / SHARDED_BY_FSDP).is_dir():
-        state = {"model": {name: value.clone() for name, value in model.state_dict().items()}}
-        safe_reading.load(state, folder / SHARDED_BY_FSDP, trust)
-        return state["model"]
-    weights: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        weights |= load_file(path)
-    for path in [] if weights else sorted(folder.glob("pytorch_model*.bin")):
-        weights |= torch.load(path, map_location="cpu", weights_only=True)
-    if not weights:
-        raise UsageError(f"{folder} holds no weights that are known here.")
-    return weights
-
-
-@torch.no_grad()
-def load_whole(model: nn.Module, folder: Path, trust: bool) -> None:
-    """All weights of a checkpoint into a model that may be sharded already; the checkpoint has them whole or in FSDP's
-    shards."""
-    is_whole = not (folder / SHARDED_BY_FSDP).is_dir()
-    renamed = weights_in_memory_names(model, str(folder)) if is_whole else None
-    weights = _whole_weights(model, folder, trust) if renamed is None else renamed
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ()) | set(
-        getattr(model, "_keys_to_ignore_on_save", None) or ()
-    )
-    own = model.state_dict()
-    whole = {name: own[name] for name in tied & own.keys()} | weights
-    check_weights(model, whole, source=str(folder))
-    if any(map(is_split, model.parameters())):
-        for name in own.keys() & weights.keys():
-            put(own[name], weights[name])
-        return
-    model.load_state_dict(weights, strict=False)
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()
 
 
 # ---- which run goes on ----

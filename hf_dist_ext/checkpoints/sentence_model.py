@@ -28,7 +28,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.adapters import PREFIX, WEIGHTS, adapters_of, remove_from
 from hf_dist_ext.models.backbones import check_complete, pooler_left_out, without_pooler
 from hf_dist_ext.models.folders import read_json
-from hf_dist_ext.strategies.tensors import own_class, put, whole
+from hf_dist_ext.strategies.tensors import own_class
 
 Read = Callable[..., Any]  # as `Strategy.read_backbone`
 
@@ -114,46 +114,40 @@ def for_older_readers(folder: str | Path) -> None:
     """Rewrite the configurations of a SentenceTransformer's modules as its older releases and servers read them. What
     only release 6 can say stays as it is: token vectors, routers, chat messages, pictures."""
     folder = Path(folder)
-    if (
-        read_json(folder / "config_sentence_transformers.json", missing_is_empty=True).get("model_type")
-        != "SentenceTransformer"
-    ):
+    about = read_json(folder / "config_sentence_transformers.json", missing_is_empty=True)
+    if about.get("model_type") != "SentenceTransformer":
         return
     modules = read_json(folder / "modules.json")
     for module in modules:
         package, _, kind = module["type"].rpartition(".")
-        if package.startswith("sentence_transformers.") and kind in OLDER:
-            rewrite, file = OLDER[kind]
-            path = folder / module["path"] / file
-            _write(path, rewrite(read_json(path, missing_is_empty=True), path.parent))
-            module["type"] = f"sentence_transformers.models.{kind}"
+        if not package.startswith("sentence_transformers.") or kind not in OLDER:
+            continue
+        path = folder / module["path"] / ("sentence_bert_config.json" if kind == "Transformer" else "config.json")
+        config = read_json(path, missing_is_empty=True)
+        _write(path, OLDER[kind](config, path.parent))
+        module["type"] = f"sentence_transformers.models.{kind}"
     _write(folder / "modules.json", modules)
 
 
 def _older_transformer(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     if all(config.get(key, value) == value for key, value in READS_TEXT.items()):
         config = {key: value for key, value in config.items() if key not in READS_TEXT}
-    length = read_json(folder / "tokenizer_config.json", missing_is_empty=True).get("model_max_length")
-    limit = {"max_seq_length": length} if length is not None and length < NO_LIMIT else {}
-    return limit | {"do_lower_case": False} | config
+    length = read_json(folder / "tokenizer_config.json", missing_is_empty=True).get("model_max_length", NO_LIMIT)
+    return ({"max_seq_length": length} if length < NO_LIMIT else {}) | {"do_lower_case": False} | config
 
 
 def _older_pooling(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    modes = config["pooling_mode"] if isinstance(config["pooling_mode"], list) else [config["pooling_mode"]]
-    flags = {flag: mode in modes for mode, flag in POOLING_FLAGS.items()}
+    mode, width = config["pooling_mode"], config["embedding_dimension"]
+    modes = mode if isinstance(mode, list) else [mode]
+    flags = {flag: name in modes for name, flag in POOLING_FLAGS.items()}
     # Flags say which vectors are put together, in their own order; servers know no list.
-    is_said_by_flags = len(modes) > 1 and modes == [mode for mode in POOLING_FLAGS if mode in modes]
-    mode = {} if is_said_by_flags else {"pooling_mode": config["pooling_mode"]}
-    width = {"word_embedding_dimension": config["embedding_dimension"]}
-    return width | flags | {"include_prompt": config.get("include_prompt", True)} | mode
+    is_said_by_flags = len(modes) > 1 and modes == [name for name in POOLING_FLAGS if name in modes]
+    older = {"word_embedding_dimension": width, **flags, "include_prompt": config.get("include_prompt", True)}
+    return older if is_said_by_flags else older | {"pooling_mode": mode}
 
 
 def _older_dense(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {key: value for key, value in config.items() if DENSE_DEFAULTS.get(key) != value}
-
-
-def _as_it_is(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    return config
 
 
 NO_LIMIT = 1_000_000  # a tokenizer without a limit says 1e30
@@ -164,10 +158,10 @@ READS_TEXT = {  # what release 6 takes for granted where the keys are missing
 }
 DENSE_DEFAULTS = {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"}
 OLDER = {
-    "Transformer": (_older_transformer, "sentence_bert_config.json"),
-    "Pooling": (_older_pooling, "config.json"),
-    "Dense": (_older_dense, "config.json"),
-    "Normalize": (_as_it_is, "config.json"),
+    "Transformer": _older_transformer,
+    "Pooling": _older_pooling,
+    "Dense": _older_dense,
+    "Normalize": _older_dense,
 }
 
 
@@ -175,23 +169,20 @@ def _write(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _from_pretrained(kind: Any, folder: str | Path, **options: Any) -> Any:
-    return kind.from_pretrained(folder, **options)
-
-
-def state_dict_of(model: Any, folder: str, read: Read = _from_pretrained) -> dict[str, torch.Tensor]:
+def state_dict_of(model: Any, folder: Path, read_class: Read) -> dict[str, torch.Tensor]:
     """The weights of a folder that `save` wrote, under the model's own names. The classes of the model in memory read
     it, so code that lies in the folder is not run. The base of adapters is in no checkpoint, and stays the model's.
-    `read`: of a class and a folder a model of transformers, or a part of one."""
+    `read_class`: of a class and a folder a model of transformers, or a part of one."""
     found: dict[str, torch.Tensor] = {}
-    saved, own = read_json(Path(folder, "modules.json")), list(model.named_children())
+    saved, own = read_json(folder / "modules.json"), list(model.named_children())
     if len(saved) != len(own):
         counts = f"{len(saved)} modules instead of {len(own)}"
         raise UsageError(f"{folder} does not fit this model: {counts}. Use the options it was saved with.")
     with _keeps_float64(model) as dtype:
         for (name, module), one in zip(own, saved, strict=True):
-            for prefix, part, place in _parts(name, module, Path(folder, one["path"])):
-                found |= {f"{prefix}.{key}": value for key, value in _weights_of(part, place, dtype, read).items()}
+            for prefix, part, place in _parts(name, module, folder / one["path"]):
+                weights = _weights_of(part, place, dtype, read_class)
+                found |= {f"{prefix}.{key}": value for key, value in weights.items()}
     return found
 
 
@@ -205,7 +196,7 @@ def _parts(name: str, module: Any, place: Path) -> Iterator[tuple[str, Any, Path
             yield from _parts(f"{name}.sub_modules.{route}.{number}", part, place / below)
 
 
-def _weights_of(module: Any, place: Path, dtype: torch.dtype, read: Read) -> dict[str, torch.Tensor]:
+def _weights_of(module: Any, place: Path, dtype: torch.dtype, read_class: Read) -> dict[str, torch.Tensor]:
     own = module.state_dict()
     if not own:
         return {}
@@ -216,14 +207,20 @@ def _weights_of(module: Any, place: Path, dtype: torch.dtype, read: Read) -> dic
         return loaded.state_dict()
     if adapters := adapters_of(module.model):
         return _with_adapters(own, place, next(iter(adapters)))
-    inside, has_pooler = module.model, any(key.startswith("model.pooler.") for key in own)
-    with nullcontext({}) if has_pooler else pooler_left_out(inside.config) as without:
-        options = {"dtype": dtype, "config": inside.config, "output_loading_info": True}
-        loaded, report = read(own_class(inside), place, **options, **without)
-    check_complete(loaded, report["missing_keys"], place)
-    found = {f"model.{key}": value for key, value in loaded.state_dict().items()}
+    has_pooler = any(key.startswith("model.pooler.") for key in own)
+    with nullcontext({}) if has_pooler else pooler_left_out(module.model.config) as without:
+        weights = read(module.model, place, dtype, read_class, **without)
+    found = {f"model.{key}": value for key, value in weights.items()}
     # a model of a run file lacks a pooler that no embedding depends on (models/from_run.py)
     return {key: value for key, value in found.items() if key in own or ".pooler." not in key}
+
+
+def read(model: Any, folder: Path, dtype: torch.dtype, read_class: Read, **options: Any) -> dict[str, torch.Tensor]:
+    """The weights that a folder holds of a model of transformers, as its own class reads them; all or an error."""
+    options |= {"dtype": dtype, "config": model.config, "output_loading_info": True}
+    loaded, report = read_class(own_class(model), folder, **options)
+    check_complete(loaded, report["missing_keys"], folder)
+    return loaded.state_dict()
 
 
 def _with_adapters(own: Mapping[str, torch.Tensor], place: Path, adapter: str) -> dict[str, torch.Tensor]:
@@ -245,17 +242,6 @@ def _keeps_float64(model: nn.Module) -> Iterator[torch.dtype]:
         yield torch.float64 if has_float64 else torch.float32
     finally:
         torch.set_default_dtype(before)
-
-
-@torch.no_grad()
-def load(model: Any, folder: str | Path, read: Read = _from_pretrained) -> None:
-    """Every rank takes its parts of the weights of a folder; `read` may give it these alone."""
-    weights = state_dict_of(model, str(folder), read)
-    for name, tensor in model.state_dict().items():
-        if name not in weights or weights[name].shape != tensor.shape:
-            raise UsageError(f"{folder} does not fit this model: {name!r}. Use the options it was saved with.")
-        with whole(weights[name]) as content:
-            put(tensor, content)
 
 
 def is_sharded(model: Any) -> bool:

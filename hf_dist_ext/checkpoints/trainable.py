@@ -26,8 +26,8 @@ from torch import nn
 
 from hf_dist_ext.checkpoints import safe_reading
 from hf_dist_ext.checkpoints.async_save import Writer
+from hf_dist_ext.checkpoints.weights import differences, refuse, shapes
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.weights import differences, shapes
 from hf_dist_ext.strategies.base import WHOLE, Strategy
 from hf_dist_ext.strategies.tensors import bare_optimizer, empty_like, is_split, put, whole
 
@@ -181,7 +181,7 @@ def load_weights(
         )
     tensors = saved_tensors(model, saved)
     stored = {name: shape for name, shape in stored_shapes(folder, trust).items() if name not in elsewhere}
-    _refuse(folder, "trained weights", differences(shapes(tensors), stored))
+    refuse(folder, "trained weights", differences(shapes(tensors), stored))
     read_into(tensors, folder, trust)
 
 
@@ -198,19 +198,6 @@ def load_on_base(
     parts = said_by_parts(frozen_digests(model, names))
     check_frozen(folder, {name: digest for part in parts for name, digest in part.items()})
     load_weights(model, names, folder, trust, elsewhere)
-
-
-def _refuse(folder: Path, what: str, differences: Mapping[str, list[str]]) -> None:
-    words = [f"{len(names)} {kind}: {_some(names)}" for kind, names in differences.items() if names]
-    if words:
-        raise UsageError(
-            f"{folder} does not fit this run; {what} {'; '.join(words)}. Use the model and the trainable_modules or "
-            "frozen_modules it was saved with."
-        )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _read_optimizer(folder: Path, ours: list[list[str]], own: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -237,7 +224,7 @@ def _read_optimizer(folder: Path, ours: list[list[str]], own: Mapping[str, tuple
     tensors = {entry: value for entry, value in flat.items() if isinstance(value, torch.Tensor)}
     alike = {entry: tuple(value.shape) for entry, value in tensors.items() if entry.endswith(OF_SHAPE_OF_PARAMETER)}
     wrong = [entry for entry, shape in alike.items() if own.get(entry.rpartition("/")[0], shape) != shape]
-    _refuse(folder, "optimizer states", {"of another shape": wrong})
+    refuse(folder, "optimizer states", {"of another shape": wrong})
     return {"groups": groups, "state": tensors, "rest": {k: v for k, v in flat.items() if k not in tensors}}
 
 
@@ -252,7 +239,7 @@ def load_optimizer(
     content = _read_optimizer(folder, ours, shapes(parameters))
     theirs = [[name for name in group["params"] if name not in elsewhere] for group in content["groups"]]
     flat = [name for names in ours for name in names], [name for names in theirs for name in names]
-    _refuse(
+    refuse(
         folder,
         "optimizer states",
         {
@@ -355,4 +342,4 @@ def check_frozen(folder: Path, digests: Mapping[str, str]) -> None:
         "surplus": [name for name in digests if name not in saved],
         "with other values": [name for name in saved if name in digests and saved[name] != digests[name]],
     }
-    _refuse(folder, "frozen weights", differences)
+    refuse(folder, "frozen weights", differences)

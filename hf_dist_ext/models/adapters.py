@@ -45,34 +45,33 @@ def base_of(folder: Path) -> tuple[str, str | None]:
     return config["base_model_name_or_path"], config.get("revision")
 
 
-def with_adapters(model: nn.Module, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> Any:
-    """The model of transformers with the adapters of `folder`, as peft has written it, not merged; all of them or an
-    error. `weights`: those of a folder that holds them in another form."""
+def put_in(model: Any, folder: Path, weights: Mapping[str, torch.Tensor] | None = None, inside: bool = False) -> Any:
+    """A model of transformers with the adapters of `folder`, not merged; all of them or an error.
+
+    `weights`: those of a folder that holds them in another form than peft's. `inside`: the model is not wrapped, and
+    has them as its `add_adapter` puts them in.
+    """
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     weights = load_file(folder / WEIGHTS) if weights is None else weights
     try:
-        adapted = get_peft_model(model, PeftConfig.from_pretrained(folder))
+        if inside:
+            weights = {name.removeprefix(PREFIX): value for name, value in weights.items()}
+            model.add_adapter(PeftConfig.from_pretrained(folder))
+            keep_wide(model)
+        else:
+            model = get_peft_model(model, PeftConfig.from_pretrained(folder))
     except ValueError as error:
         raise UsageError(f"{folder}: its adapters do not fit {type(model).__name__}: {error}") from error
-    _check_fit(get_peft_model_state_dict(adapted), weights, folder)
-    set_peft_model_state_dict(adapted, weights)
-    return adapted.eval()
-
-
-def put_inside(backbone: Any, folder: Path) -> None:
-    """The adapters of `folder` into a model of transformers, as its `add_adapter` does, not merged; all of them or an
-    error."""
-    from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
-
-    weights = {name.removeprefix(PREFIX): value for name, value in load_file(folder / WEIGHTS).items()}
-    try:
-        backbone.add_adapter(PeftConfig.from_pretrained(folder))
-    except ValueError as error:
-        raise UsageError(f"{folder}: its adapters do not fit {type(backbone).__name__}: {error}") from error
-    _check_fit(get_peft_model_state_dict(backbone), weights, folder)
-    keep_wide(backbone)
-    set_peft_model_state_dict(backbone, weights)
+    own = get_peft_model_state_dict(model)
+    wanted, found = ({(name, value.shape) for name, value in of.items()} for of in (own, weights))
+    if differing := sorted({name for name, _ in wanted ^ found}):
+        raise UsageError(
+            f"{folder}: {len(differing)} of its adapters do not fit the base model, such as {differing[0]}. Use the "
+            "base that adapter_config.json names, as it was when the adapters were trained."
+        )
+    set_peft_model_state_dict(model, weights)
+    return model.eval()
 
 
 def keep_wide(backbone: Any) -> None:
@@ -82,15 +81,6 @@ def keep_wide(backbone: Any) -> None:
         for name, parameter in layer.named_parameters():
             if "base_layer" not in name and parameter.dtype in HALF:
                 parameter.data = parameter.data.float()
-
-
-def _check_fit(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], folder: Path) -> None:
-    wanted, found = ({(name, value.shape) for name, value in of.items()} for of in (own, given))
-    if differing := sorted({name for name, _ in wanted ^ found}):
-        raise UsageError(
-            f"{folder}: {len(differing)} of its adapters do not fit the base model, such as {differing[0]}. Use the "
-            "base that adapter_config.json names, as it was when the adapters were trained."
-        )
 
 
 def merge_inside(backbone: Any) -> None:

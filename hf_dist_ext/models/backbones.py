@@ -12,7 +12,7 @@ import contextlib
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.weights import shortened
 from hf_dist_ext.strategies import plans, splitting
 
 logger = logging.getLogger(__name__)
@@ -74,47 +73,12 @@ def build_from_config(model_class: Any, config: PreTrainedConfig, dtype: Any, **
         raise UsageError(f"model_config cannot be built: {reason}") from error
 
 
-def load_backbone(
-    name_or_path: str | Path,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    dtype: str | torch.dtype = "auto",
-    attn_implementation: str | None = None,
-    distributed_config: Any = None,
-    backbone_class: type[PreTrainedModel] | None = None,
-    in_stages: Callable[[type[PreTrainedModel]], type[PreTrainedModel]] | None = None,
-    quantization_config: Any = None,
-    subfolder: str = "",
-) -> PreTrainedModel:
-    """Pretrained weights from a folder or the hub; `dtype` "auto" is what the files hold.
-
-    `distributed_config`: as in `build_backbone`; every process then reads its own part only. `backbone_class`: the
-    class to make; None is the one that the configuration names, which may come with code of its own. `in_stages`: the
-    class -> one that reads this process's stages of a pipeline only. `quantization_config`: transformers' one.
-    `subfolder`: where in the folder it lies.
-    """
-    name = str(name_or_path)
-    options = {"trust_remote_code": trust_remote_code, "revision": revision or "main", "subfolder": subfolder}
-    with loading_errors(name):
-        if backbone_class is None:
-            config = AutoConfig.from_pretrained(name, **options)
-            backbone_class = _auto_class(config)
-            warn_of_own_code(name, config, trust_remote_code)
-        else:
-            config = backbone_class.config_class.from_pretrained(name, **options)
-        if in_stages is not None:
-            backbone_class = in_stages(MODEL_MAPPING[type(config)])
-        if attn_implementation is not None:
-            options["attn_implementation"] = attn_implementation
-        if quantization_config is not None:
-            options["quantization_config"] = quantization_config
-        if distributed_config is not None:
-            splitting.check_can_be_split(config, distributed_config.tp_size)
-            options["distributed_config"] = plans.with_plan(distributed_config, config)
-        with pooler_left_out(config) as without:
-            return without_pooler(
-                load_complete(backbone_class, name, config=config, dtype=dtype, **options, **without)
-            )
+def split_options(config: PreTrainedConfig, distributed_config: Any) -> dict[str, Any]:
+    """Of `from_pretrained`, by which every process reads its own part of a model; none for one that stays whole."""
+    if distributed_config is None:
+        return {}
+    splitting.check_can_be_split(config, distributed_config.tp_size)
+    return {"distributed_config": plans.with_plan(distributed_config, config)}
 
 
 def warn_of_own_code(name: str | Path, config: PreTrainedConfig, trust_remote_code: bool) -> None:
@@ -168,11 +132,6 @@ def loading_errors(name: str | Path) -> Iterator[None]:
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise UsageError(f'model "{name}" cannot be loaded: {one_line(error)}') from error
-
-
-def hidden_size(config: PreTrainedConfig) -> int:
-    """Width of `last_hidden_state`."""
-    return config.get_text_config().hidden_size
 
 
 def parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
@@ -266,6 +225,11 @@ class _NoPooler(nn.Module):
 def _nearest(name: object, known: Iterable[str]) -> str:
     matches = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
     return f' Did you mean "{matches[0]}"?' if matches else " See the transformers documentation for the names."
+
+
+def shortened(names: list[str], limit: int = 5) -> str:
+    """The first names and how many more, for a message."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def one_line(error: Exception) -> str:

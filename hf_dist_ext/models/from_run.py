@@ -20,6 +20,7 @@ import json
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +34,20 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
 from transformers import AutoProcessor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils import cached_file
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.adapters import CONFIG, base_of, merge_inside, put_inside
+from hf_dist_ext.models.adapters import CONFIG, base_of, merge_inside, put_in
 from hf_dist_ext.models.backbones import (
     NOTHING_IS_RAISED,
     build_backbone,
     check_complete,
-    load_backbone,
     loading_errors,
     parse_config,
     parse_dtype,
     pooler_left_out,
+    split_options,
     warn_of_own_code,
     without_pooler,
 )
@@ -55,7 +57,7 @@ from hf_dist_ext.strategies.pipeline.stages import put_back
 
 NAMES = {Pooling: "pooling", MultiVectorMask: "mask", Normalize: "normalize"}
 STATES = "token_embeddings"  # what sentence-transformers calls the vectors of tokens between its modules
-# options of `load_backbone` that sentence-transformers does not know -> what a run file calls them
+# options of `_load` beside those of sentence-transformers -> what a run file calls them
 SPECIAL = {
     "quantization_config": "load_in_4bit",
     "in_stages": "a pipeline",
@@ -281,39 +283,42 @@ def _load(
     def load_model(
         self: Transformer, place: str, task: Any, config: Any, backend: str, has_adapters: bool, **given: Any
     ) -> PreTrainedModel:
-        where = {key: given[key] for key in ("revision", "subfolder") if given.get(key)}
         if _is_meta():
             wanted = options.get("dtype", "auto")
             whole = {**options, "dtype": getattr(config, "dtype", None) if wanted == "auto" else wanted}
-            found = build_backbone(config, **whole, trust_remote_code=trust_remote_code)
-        elif special:
+            return build_backbone(config, **whole, trust_remote_code=trust_remote_code)
+        where = {key: given[key] for key in ("revision", "subfolder") if given.get(key)}
+        read, folder, base = theirs, place, None
+        if special:
             if has_adapters:
                 raise UsageError(
                     f"{place} holds adapters, which {which} does not go with: such a model is not split, "
                     "nor cut or loaded in 4 bits. Merge them."
                 )
-            found = load_backbone(place, trust_remote_code=trust_remote_code, **options, **where, **special)
-            found.config.use_cache = False  # a decoder would keep keys and values that nobody reads
-        else:
-            base = None
-            if has_adapters:
-                from peft import PeftConfig
+            given |= {key: value for key, value in special.items() if key == "quantization_config"}
+            given |= split_options(config, special.get("distributed_config"))
+            if "in_stages" in special:
+                read = partial(_read_stages, special["in_stages"](MODEL_MAPPING[type(config)]))
+        elif has_adapters:
+            from peft import PeftConfig
 
-                base = PeftConfig.from_pretrained(place, **where)
-                given = {**given, "subfolder": "", "revision": base.revision}
-            warn_of_own_code(place, config, trust_remote_code)
-            is_pooler_read = "pooler_output" in str(self.load_config(place, **where).get("modality_config"))
-            with contextlib.nullcontext({}) if is_pooler_read else pooler_left_out(config) as without:
-                given |= {"output_loading_info": True} | without
-                whole = place if base is None else str(resolve_folder(base.base_model_name_or_path, base.revision))
-                found, report = theirs(self, whole, task, config, backend, False, **given)
-            check_complete(found, report["missing_keys"], whole)
-            found = found if is_pooler_read else without_pooler(found)
-            if base is not None:  # they would stay, and nothing beside them train
-                put_inside(found, resolve_folder(place, where.get("revision")) / where.get("subfolder", ""))
-                if merges_adapters:
-                    merge_inside(found)
-                    found.requires_grad_(True)
+            base = PeftConfig.from_pretrained(place, **where)
+            folder = str(resolve_folder(base.base_model_name_or_path, base.revision))
+            given |= {"subfolder": "", "revision": base.revision}
+        warn_of_own_code(place, config, trust_remote_code)
+        is_pooler_read = "pooler_output" in str(self.load_config(place, **where).get("modality_config"))
+        with contextlib.nullcontext({}) if is_pooler_read else pooler_left_out(config) as without:
+            given |= {"output_loading_info": True} | without
+            found, report = read(self, folder, task, config, backend, False, **given)
+        check_complete(found, report["missing_keys"], folder)
+        found = found if is_pooler_read else without_pooler(found)
+        if special:
+            found.config.use_cache = False  # a decoder would keep keys and values that nobody reads
+        if base is not None:  # they would stay, and nothing beside them train
+            put_in(found, resolve_folder(place, where.get("revision")) / where.get("subfolder", ""), inside=True)
+            if merges_adapters:
+                merge_inside(found)
+                found.requires_grad_(True)
         made.append(found)
         return found
 
@@ -335,6 +340,13 @@ def _load(
         if isinstance(module, StaticEmbedding) and isinstance(options.get("dtype"), torch.dtype):
             module.to(options["dtype"])
     return (model.to("meta") if _is_meta() else model).eval()
+
+
+def _read_stages(
+    kind: Any, self: Transformer, folder: str, task: Any, config: Any, backend: str, has_adapters: bool, **given: Any
+) -> Any:
+    """As Transformer's `_load_model`, of a class that reads this process's stages."""
+    return kind.from_pretrained(folder, config=config, **given)
 
 
 def _is_meta() -> bool:

@@ -267,8 +267,8 @@ class Strategy:
         """What `kind.from_pretrained` gives: of a model whose layers are split, this rank's part of them."""
         return kind.from_pretrained(folder, **options)
 
-    def load_whole(self, model: nn.Module, folder: str | Path) -> bool:
-        """Read a whole folder into the model where that takes more than reading it; False: it does not."""
+    def load_adapters(self, folder: Path) -> bool:
+        """Every rank reads its part of a folder of adapters; False: peft reads it, or it holds none."""
         return False
 
     def holds_own_format(self, folder: Path) -> bool:

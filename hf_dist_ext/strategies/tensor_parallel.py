@@ -34,7 +34,7 @@ from hf_dist_ext.strategies import adapters, collectives, splitting
 from hf_dist_ext.strategies.base import meanwhile
 from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.strategies.sharded import Sharded
-from hf_dist_ext.strategies.tensors import gathered, held_here, num_parts, own_class
+from hf_dist_ext.strategies.tensors import gathered, held_here, num_parts
 
 
 class TensorParallel(Sharded):
@@ -146,20 +146,8 @@ class TensorParallel(Sharded):
     def read_backbone(self, kind: Any, folder: str | Path, **options: Any) -> Any:
         return kind.from_pretrained(folder, distributed_config=self.config, **options)
 
-    @torch.no_grad()
-    def load_whole(self, model: nn.Module, folder: str | Path) -> bool:
-        """Every rank reads its own part only."""
-        if hasattr(self.whole, "peft_config"):
-            return adapters.load(self.whole, Path(folder))
-        base = own_class(model)
-        # float32 holds what either half precision holds; copying casts back to each parameter's own.
-        dtype = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()}, torch.float32)
-        theirs = self.read_backbone(base, folder, dtype=dtype).state_dict()
-        for name, tensor in model.state_dict().items():
-            if name not in theirs or theirs[name].shape != tensor.shape:
-                raise UsageError(f"{folder} does not fit this model: {name!r}. Use the options it was saved with.")
-            held_here(tensor).copy_(held_here(theirs[name]))
-        return True
+    def load_adapters(self, folder: Path) -> bool:
+        return adapters.load(self.whole, folder)
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:

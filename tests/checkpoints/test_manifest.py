@@ -156,30 +156,6 @@ def test_newest_is_what_was_committed_last_whatever_the_clock_says(tmp_path):
     assert [path.name for path in manifest.rotate(tmp_path, 1)] == ["checkpoint-9"]
 
 
-def of_an_earlier_version(folder: Path, step: int, saved_at: float) -> Path:
-    path = committed(folder, step)
-    content = manifest.read(path)
-    facts = {name: content[name] for name in ("step", "files")} | {"saved_at": saved_at}
-    manifest.commit(path, facts.pop("files"), facts)
-    return path
-
-
-def test_manifests_of_earlier_versions_come_first_in_the_order_of_steps(tmp_path):
-    for step, saved_at in ((12, 1.0), (3, 2.0), (8, 3.0)):
-        of_an_earlier_version(tmp_path, step, saved_at)
-    history = manifest.History(tmp_path)
-    assert [path.name for path in history.paths] == ["checkpoint-3", "checkpoint-8", "checkpoint-12"]
-    assert not any(map(history.is_of_earlier_run, history.paths)) and history.next_generation() == 1
-    run = manifest.begin_run(tmp_path, tmp_path / "checkpoint-8")
-    committed(tmp_path, 9, run_id=run["run_id"], parent=run["parent"])
-    for keeps_file in (True, False):
-        history = manifest.History(tmp_path)
-        assert [path.name for path in history.paths][-1] == "checkpoint-9"
-        left = [path.name for path in history.paths if history.is_of_earlier_run(path)]
-        assert left == ["checkpoint-12"], keeps_file
-        (tmp_path / manifest.RUN).unlink(missing_ok=True)
-
-
 def test_a_branch_of_a_branch_goes_on_from_what_each_began_with(tmp_path):
     def run_from(parent: int | None, *steps: int) -> None:
         run = manifest.begin_run(tmp_path, parent and tmp_path / f"checkpoint-{parent}")

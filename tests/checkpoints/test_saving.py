@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import subprocess
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,73 +147,6 @@ def test_a_run_that_went_back_goes_on_from_there_also_before_its_first_save(whol
     assert torch.equal(weights(resumed), whole[1]), "the abandoned one can be named"
 
 
-@pytest.mark.parametrize("hours", [-1, 1])
-def test_a_clock_that_is_wrong_changes_neither_what_is_resumed_nor_what_is_deleted(tmp_path, monkeypatch, hours):
-    right = time.time
-    make(tmp_path, max_steps=4, save_total_limit=1).train()
-    monkeypatch.setattr(time, "time", lambda: right() + 3600 * hours)
-    make(tmp_path, max_steps=5, save_total_limit=1, save_steps=5).train(resume_from_checkpoint=True)
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-5"]
-    os.utime(tmp_path / "checkpoint-5", (right() - 3600 * hours,) * 2)
-    monkeypatch.setattr(time, "time", right)
-    make(tmp_path, save_total_limit=2).train(resume_from_checkpoint=True)
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
-
-
-def test_checkpoints_of_an_earlier_version_are_continued_and_rotated(whole, copied):
-    for step in (2, 4, 6):
-        content = manifest.read(copied / f"checkpoint-{step}")
-        known = {name: value for name, value in content.items() if name not in ("run_id", "generation", "parent")}
-        manifest.commit(copied / f"checkpoint-{step}", known.pop("files"), known | {"saved_at": 100.0 - step})
-    assert checkpoint_to_resume(True, copied) == copied / "checkpoint-6"
-    make(copied, max_steps=8, save_total_limit=2).train(resume_from_checkpoint=True)
-    assert sorted(path.name for path in copied.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
-    shutil.copytree(whole[0] / "checkpoint-4", copied / "checkpoint-4")
-    for path in (copied / manifest.RUN, copied / "checkpoint-4" / "manifest.json"):
-        path.unlink()
-    shutil.rmtree(copied / "checkpoint-8")
-    assert checkpoint_to_resume(True, copied) == copied / "checkpoint-6"
-    (copied / "earlier_checkpoints.json").write_text('{"checkpoint-6": 94.0}')
-    with pytest.raises(UsageError, match="earlier version .* Give the path of the checkpoint"):
-        make(copied).train(resume_from_checkpoint=True)
-    make(copied, max_steps=7).train(resume_from_checkpoint=str(copied / "checkpoint-6"))
-
-
-def test_a_linked_checkpoint_is_left_alone(whole, tmp_path):
-    (tmp_path / "run").mkdir()
-    kept = tmp_path / "kept" / "checkpoint-2"
-    shutil.copytree(whole[0] / "checkpoint-2", kept)
-    (tmp_path / "run" / "checkpoint-2").symlink_to(kept)
-    resumed = make(tmp_path / "run", save_total_limit=1)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    left = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
-    assert left == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    assert (tmp_path / "run" / "checkpoint-2").is_symlink() and not manifest.why_incomplete(kept, hashes=True)
-    assert torch.equal(weights(resumed), whole[1])
-    make(tmp_path / "run", max_steps=2).train()  # its first save has the link's name
-    assert not (tmp_path / "run" / "checkpoint-2").is_symlink() and not manifest.why_incomplete(kept, hashes=True)
-
-
-def test_an_error_while_an_older_checkpoint_is_deleted_does_not_end_training(whole, tmp_path, monkeypatch, caplog):
-    rmdir = Path.rmdir
-
-    def busy(path):
-        if path.name == "checkpoint-2":
-            raise OSError(16, "Device or resource busy", str(path))
-        rmdir(path)
-
-    monkeypatch.setattr(Path, "rmdir", busy)
-    trainer = make(tmp_path, save_total_limit=1)
-    with caplog.at_level(logging.WARNING):
-        trainer.train()
-    assert torch.equal(weights(trainer), whole[1])
-    said = [record.message for record in caplog.records if "cannot be deleted" in record.message]
-    assert said and all("checkpoint-2" in line and "busy" in line for line in said)
-    left = {path.name: manifest.why_incomplete(path) for path in tmp_path.glob("checkpoint-*")}
-    assert set(left) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
-    assert left["checkpoint-2"] and not left["checkpoint-4"] and not left["checkpoint-6"]
-
-
 def test_weights_only_are_taken_again_by_the_next_attempt(copied):
     make(copied, max_steps=1, save_strategy="no", resume_weights_only=True).train(resume_from_checkpoint=True)
     assert checkpoint_to_resume(True, copied) == copied / "checkpoint-6"
@@ -249,14 +181,6 @@ def test_a_damaged_checkpoint_that_is_named_is_an_error_that_names_the_file(copi
         assert unverified.state.global_step == 6, "sizes are right, and hashes were not to be computed"
     with pytest.raises(UsageError, match="holds no checkpoint-N"):
         make(copied / "elsewhere").train(resume_from_checkpoint=True)
-
-
-def test_hashes_are_read_unless_switched_off(copied):
-    file = copied / "checkpoint-6" / "rng_state.pth"
-    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-    with pytest.raises(UsageError, match="rng_state.pth was altered"):
-        make(copied).train(resume_from_checkpoint=str(file.parent))
-    make(copied, verify_checkpoint_hashes=False).train(resume_from_checkpoint=str(file.parent))
 
 
 def test_a_checkpoint_of_the_stock_trainer_is_resumed_when_it_is_named(copied, caplog):

@@ -6,9 +6,9 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoConfig, AutoModel
 
+from hf_dist_ext.checkpoints.weights import take
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.backbones import parse_config
-from hf_dist_ext.models.weights import check_weights, load_weights
 from tests.tiny_models import EXPERTS_CONFIG, TEXT_CONFIGS, embed, embedding_model, loaded, model_config
 
 T5 = {"model_type": "t5", "vocab_size": 32, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
@@ -119,11 +119,10 @@ def test_weights_that_do_not_fit_are_named_and_nothing_is_loaded():
     weights["stranger"] = weights.pop("projection.linear.weight")
     weights["backbone.model.embeddings.word_embeddings.weight"] = torch.zeros(33, 32)
     with pytest.raises(UsageError, match="checkpoint-7 does not fit") as caught:
-        load_weights(model, weights, source="checkpoint-7")
+        take(model, weights, "checkpoint-7")
     assert "1 missing: projection.linear.weight" in str(caught.value)
     assert "1 surplus: stranger" in str(caught.value)
     assert "word_embeddings.weight (33, 32) instead of (32, 32)" in str(caught.value)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    check_weights(model, before)
-    load_weights(model, {key: value + 1 for key, value in before.items()})
+    take(model, {key: value + 1 for key, value in before.items()}, "checkpoint-8")
     assert all(torch.equal(value, before[key] + 1) for key, value in model.state_dict().items())

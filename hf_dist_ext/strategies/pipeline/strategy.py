@@ -37,7 +37,7 @@ from hf_dist_ext.strategies.pipeline import sharded_stages, stages
 from hf_dist_ext.strategies.pipeline.options import check_model, per_rank_of, places_of, schedule_of, size
 from hf_dist_ext.strategies.pipeline.passes import Line, PipelinePasses
 from hf_dist_ext.strategies.rows import Rows
-from hf_dist_ext.strategies.tensors import held_here, num_parts, put, whole
+from hf_dist_ext.strategies.tensors import held_here, num_parts, whole
 
 logger = logging.get_logger(__name__)
 
@@ -280,22 +280,9 @@ class Pipeline(Strategy):
     def saving_whole(self, model: nn.Module) -> AbstractContextManager:
         return self.cut.saving()
 
-    @torch.no_grad()
-    def load_whole(self, model: nn.Module, folder: str | Path) -> bool:
-        """Every rank reads its own stages. Adapters are peft's to read, unless they are sharded."""
-        if self.cut.base is not self.whole:
-            is_in_parts = self.sharded is not None or self.shape.parts > 1
-            return is_in_parts and adapters.load(self.whole, Path(folder))
-        # float32 holds what either half precision holds; copying casts back to each parameter's own.
-        dtype = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()}, torch.float32)
-        base = self.cut.base
-        theirs = self.read_backbone(type(base), folder, dtype=dtype, config=base.config).state_dict()
-        for name, tensor in model.state_dict().items():
-            if name not in theirs or theirs[name].shape != tensor.shape:
-                raise UsageError(f"{folder} does not fit this model: {name!r}. Use the options it was saved with.")
-            with whole(theirs[name]) as content:
-                put(tensor, content)
-        return True
+    def load_adapters(self, folder: Path) -> bool:
+        """Adapters are peft's to read, unless they are sharded."""
+        return (self.sharded is not None or self.shape.parts > 1) and adapters.load(self.whole, folder)
 
     def read_backbone(self, kind: Any, folder: str | Path, **options: Any) -> Any:
         return self._in_stages(kind).from_pretrained(folder, **options)
