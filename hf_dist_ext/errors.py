@@ -22,3 +22,10 @@ class StorageError(RunError):
     """Files that could not be read for a while: the same command may be started again later."""
 
     exit_code = 74  # EX_IOERR
+
+
+def bytes_in_words(count: float) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count:.0f} B"

@@ -21,7 +21,7 @@ import torch
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import manifest
-from hf_dist_ext.errors import RunError, UsageError
+from hf_dist_ext.errors import RunError, UsageError, bytes_in_words
 from hf_dist_ext.strategies import collectives, consensus
 from hf_dist_ext.strategies.tensors import num_elements
 
@@ -50,8 +50,9 @@ def check_free_space(output_dir: Path, folder: Path, tensors: Iterable[torch.Ten
             free += sum((folder / name).stat().st_size for name in manifest.files_in(folder))
         if free < needed:
             raise UsageError(
-                f"{folder.name} needs about {_size(needed)} and the disk of {output_dir} has {_size(free)} free; "
-                f"nothing was written. {newest(output_dir)} Free space or lower save_total_limit."
+                f"{folder.name} needs about {bytes_in_words(needed)} and the disk of {output_dir} has "
+                f"{bytes_in_words(free)} free; nothing was written. {newest(output_dir)} Free space or lower "
+                "save_total_limit."
             )
         return needed
 
@@ -72,7 +73,7 @@ def expected_bytes(output_dir: Path, tensors: Iterable[torch.Tensor]) -> int:
         with contextlib.suppress(UsageError):
             if content := manifest.read(path):
                 return sum(entry["size"] for entry in content["files"].values())
-    return sum(num_elements(tensor) * tensor.element_size() for tensor in tensors)
+    return sum(num_elements(tensor) * tensor.elementbytes_in_words() for tensor in tensors)
 
 
 @contextlib.contextmanager
@@ -99,10 +100,6 @@ def newest(output_dir: Path) -> str:
     history = manifest.History(output_dir)
     complete = [path.name for path in history.paths if not history.why_passed_over(path)]
     return f"{complete[-1]} is complete and can be resumed." if complete else "There is no older checkpoint."
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count > 1 << 29 else f"{count / 2**20:.2f} MiB"
 
 
 # ---- after ----

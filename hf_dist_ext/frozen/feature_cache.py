@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Subset
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import UsageError, bytes_in_words
 from hf_dist_ext.frozen.feature_store import FeatureStore, part_digest, row_keys
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.frozen.leading_part import FEATURES, ImageEncoder, frozen_leading_part
@@ -103,7 +103,7 @@ class FeatureCache:
             raise UsageError(
                 "frozen_feature_cache needs a dataset with a length, not a stream. Set streaming to false."
             )
-        own = range(collectives.rank(), len(dataset), collectives.world_size())
+        own = range(collectives.rank(), len(dataset), collectives.worldbytes_in_words())
         loader = DataLoader(
             Subset(dataset, own),
             batch_size=args.per_device_eval_batch_size,
@@ -156,18 +156,14 @@ class FeatureCache:
 
     def _check_disk(self, computed: list, own_rows: int) -> None:
         """A first batch says what a row takes; the ranks share the rows evenly."""
-        stored, rows = sum(features.nbytes for _, features in computed), own_rows * collectives.world_size()
+        stored, rows = sum(features.nbytes for _, features in computed), own_rows * collectives.worldbytes_in_words()
         needed = stored / max(len(keys) for keys, _ in computed) * max(0, rows - len(self.store))
         free = shutil.disk_usage(self.store.folder).free
-        words = f"about {_size(needed)} for {rows} rows, {_size(free)} are free in"
+        words = f"about {bytes_in_words(needed)} for {rows} rows, {bytes_in_words(free)} are free in"
         if needed > free:
             raise UsageError(f"frozen_feature_cache: {words} {self.store.folder}. Make room, or give another folder.")
         if collectives.rank() == 0:
             print(f"frozen features: {words} {self.store.folder}")
-
-
-def _size(number: float) -> str:
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
 
 
 def _check_repeatable(computed: list, again: list) -> None:

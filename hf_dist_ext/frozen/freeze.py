@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from transformers.utils import logging
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.groups import backbone_of, below_adapters, image_arguments, match_depths, module_groups
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
-from hf_dist_ext.frozen.plan import FreezePlan, GroupReport, format_report, plan_freezing, report
+from hf_dist_ext.frozen.plan import FreezePlan, plan_freezing, report
 from hf_dist_ext.frozen.run_mode import release, set_frozen_mode
 from hf_dist_ext.models.embedder import embedder_of
 
@@ -172,18 +172,18 @@ class FreezeWatch(TrainerCallback):
     model: Callable[[], nn.Module]  # likewise, without its wrappers
     is_skipped: Callable[[], bool]  # whether the update at hand is left out
     holds_gradients: bool  # before an update; DeepSpeed has used them by then
-    _lines: list[GroupReport] = field(default_factory=list)
+    _report: str = ""
 
     def check_before_optimizer(self, args: Any) -> None:
         """Raises UsageError when what trains is no longer what was planned."""
         model = self.model()
         self.plan().check(model, "before the optimizer is made")
-        self._lines = report(model, str(getattr(args.optim, "value", args.optim)))
+        self._report = report(model, str(getattr(args.optim, "value", args.optim)))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._has_checked_gradients = False
         if state.is_world_process_zero:
-            tqdm.write(format_report(self._lines))  # the progress bar is there already
+            tqdm.write(self._report)  # the progress bar is there already
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.plan().check(self.model(), f"step {state.global_step + 1}")

@@ -1,7 +1,7 @@
 """Who trains: decided from names, applied, asserted, reported.
 
     plan = plan_freezing(model, trainable_modules=["projector"])          # or frozen_modules=["vision", "language"]
-    plan.apply(model); plan.check(model); print(format_report(report(model, plan)))
+    plan.apply(model); plan.check(model, when); print(report(model))
 
 Patterns select parameters (frozen/groups.py); the deepest match decides where patterns of both kinds match. The plan
 is a set of parameter names. Applying it sets `requires_grad` and makes half-precision trainable weights float32, which
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from hf_dist_ext import policy
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import UsageError, bytes_in_words
 from hf_dist_ext.frozen.groups import Patterns, all_names, match_depths, module_groups
 from hf_dist_ext.strategies.tensors import num_elements
 
@@ -154,78 +154,40 @@ def _kept_frozen_by_itself(model: nn.Module) -> set[str]:
 # ---- the report ----
 
 
-@dataclass(frozen=True)
-class GroupReport:
-    """One line of the report; bytes are of the whole model, before any sharding."""
-
-    group: str
-    num_parameters: int
-    num_trainable: int
-    dtypes: tuple[str, ...]
-    weight_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
+HEADS = ("group", "parameters", "trainable", "share", "dtype", "weights", "gradients", "optimizer")
 
 
-def report(model: nn.Module, optimizer: str = "adamw_torch") -> list[GroupReport]:
-    """Per group, and for parameters of no group under "other", what trains now and what that costs. The last line,
-    "total", adds up. `optimizer`: Trainer's name of it."""
+def report(model: nn.Module, optimizer: str = "adamw_torch") -> str:
+    """A table: per group, and for parameters of no group under "other", what trains now and what that costs. Bytes are
+    of the whole model, before any sharding. `optimizer`: Trainer's name of it."""
     groups = module_groups(model)
     inside: dict[str, list[nn.Parameter]] = {name: [] for name in [*groups, OTHER]}
     for name, parameter in model.named_parameters():
         depths = {group: one.depth(name) for group, one in groups.items()}
         deepest = max(depths, key=depths.get, default=OTHER)
         inside[deepest if depths.get(deepest) else OTHER].append(parameter)
-    lines = [
-        _line(name, parameters, optimizer)
-        for name, parameters in inside.items()
-        if parameters or (name in groups and groups[name].roots)
-    ]
-    return [*lines, _line("total", list(model.parameters()), optimizer)]
-
-
-def _line(name: str, parameters: Sequence[nn.Parameter], optimizer: str) -> GroupReport:
-    trainable = [p for p in parameters if p.requires_grad]
-    columns = [p.shape[-1] if p.dim() > 1 else 0 for p in trainable]
-    return GroupReport(
-        group=name,
-        num_parameters=sum(num_elements(p) for p in parameters),
-        num_trainable=sum(num_elements(p) for p in trainable),
-        dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
-        weight_bytes=sum(num_elements(p) * p.element_size() for p in parameters),
-        gradient_bytes=sum(num_elements(p) * p.element_size() for p in trainable),
-        optimizer_bytes=int(
-            sum(
-                policy.optimizer_bytes(optimizer, num_elements(p), p.element_size(), width)
-                for p, width in zip(trainable, columns, strict=True)
-            )
-        ),
-    )
-
-
-def format_report(lines: Sequence[GroupReport]) -> str:
-    """A table in plain text."""
-    heads = ("group", "parameters", "trainable", "share", "dtype", "weights", "gradients", "optimizer")
-    rows = [
-        (
-            line.group, f"{line.num_parameters:,}", f"{line.num_trainable:,}",
-            f"{line.num_trainable / max(1, line.num_parameters):.1%}", "+".join(line.dtypes),
-            *(_size(number) for number in (line.weight_bytes, line.gradient_bytes, line.optimizer_bytes)),
+    rows: list[Sequence[str]] = [HEADS]
+    for name, parameters in [*inside.items(), ("total", list(model.parameters()))]:
+        if not (parameters or (name in groups and groups[name].roots)):
+            continue
+        trained = [p for p in parameters if p.requires_grad]
+        count, num_trained = (sum(map(num_elements, of)) for of in (parameters, trained))
+        weights, gradients = (sum(num_elements(p) * p.element_size() for p in of) for of in (parameters, trained))
+        widths = [p.shape[-1] if p.dim() > 1 else 0 for p in trained]
+        states = sum(
+            policy.optimizer_bytes(optimizer, num_elements(p), p.element_size(), width)
+            for p, width in zip(trained, widths, strict=True)
         )
-        for line in lines
-    ]  # fmt: skip
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    is_text = [head in ("group", "dtype") for head in heads]
-
-    def padded(row: Sequence[str]) -> str:
-        cells = zip(row, widths, is_text, strict=True)
-        return "  ".join(cell.ljust(width) if left else cell.rjust(width) for cell, width, left in cells).rstrip()
-
-    return "\n".join(map(padded, [heads, *rows]))
-
-
-def _size(number: int) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= factor:
-            return f"{number / factor:.1f} {unit}"
-    return f"{number} B"
+        dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+        rows.append((
+            name, f"{count:,}", f"{num_trained:,}", f"{num_trained / max(1, count):.1%}", "+".join(dtypes),
+            *map(bytes_in_words, (weights, gradients, states)),
+        ))  # fmt: skip
+    lengths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    is_text = [head in ("group", "dtype") for head in HEADS]
+    lines = []
+    for row in rows:
+        cells = zip(row, lengths, is_text, strict=True)
+        padded = [cell.ljust(length) if left else cell.rjust(length) for cell, length, left in cells]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)

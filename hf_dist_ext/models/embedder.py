@@ -169,7 +169,7 @@ class Embedder:
         column. `stops_at_pooled`: gives what the frozen part gives, from which the feature `pooled` goes on.
         """
         more: dict[str, Any] = {"column": column} if self.takes_column else {}
-        output = wrapped(**features, **more, **({"stops_at_pooled": True} if stops_at_pooled else {}))
+        output = wrapped(**features, **more)
         return output if isinstance(output, torch.Tensor) else _field(output, "embeddings")
 
 
