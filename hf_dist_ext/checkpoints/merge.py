@@ -296,24 +296,16 @@ def _outputs(model: Any) -> torch.Tensor | None:
 
 def _copy_processor(checkpoint: Path, source: Path, output: Path) -> dict[str, Path]:
     """name -> where it is from; the checkpoint's own files, or else those of the base."""
-    for folder in (checkpoint, source):
-        files = _processor_files(folder)
-        if files:
-            break
-    _copy_files(files, output)
+    found: dict[str, Path] = {}
+    for folder in (source, checkpoint):
+        inside = {p.name: p for p in folder.iterdir() if p.is_file() and model_names.is_processors(p.name)}
+        found = inside or found
+    for name, path in found.items():
+        shutil.copyfile(path, output / name)
     templates = source / "additional_chat_templates"
     if templates.is_dir():
         shutil.copytree(templates, output / templates.name)
-    return files
-
-
-def _processor_files(folder: Path) -> dict[str, Path]:
-    return {path.name: path for path in folder.iterdir() if path.is_file() and model_names.is_processors(path.name)}
-
-
-def _copy_files(files: dict[str, Path], output: Path) -> None:
-    for name, path in files.items():
-        shutil.copyfile(path, output / name)
+    return found
 
 
 # (5) ---------------------------------------------------------------------------------------------------------------

@@ -222,7 +222,9 @@ class ModelFiles:
         if not self.ends_complete:
             consensus.together(lambda: self._save_description(folder))
             consensus.together(lambda: self._save_trainable(folder, False, Writer()))
-            self._commit(folder, [trainable.WEIGHTS, trainable.FROZEN], facts)
+            consensus.together(lambda: None)  # all have written
+            if self.args.should_save:
+                commit.commit_model(folder, [trainable.WEIGHTS, trainable.FROZEN], facts())
         elif self.are_adapters_merged and self._is_apart and self._empty is not None:
             whole = self.whole_weights()
             if self.args.should_save:
@@ -236,11 +238,6 @@ class ModelFiles:
         else:
             return False
         return True
-
-    def _commit(self, folder: Path, names: list[str], facts: Callable[[], Mapping[str, Any]]) -> None:
-        consensus.together(lambda: None)  # all have written
-        if self.args.should_save:
-            commit.commit_model(folder, names, facts())
 
     # ---- reading ----
 

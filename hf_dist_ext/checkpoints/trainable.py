@@ -248,25 +248,22 @@ def load_optimizer(
             "in other groups": [n for mine, saved in zip(ours, theirs, strict=False) for n in set(mine) ^ set(saved)],
         },
     )
-    state = {entry: value for entry, value in content["rest"].items() if entry.rpartition("/")[0] not in elsewhere}
-    if "state" in content:
-        for entry, value in content["state"].items():
-            if entry.rpartition("/")[0] in elsewhere:
-                continue
-            state[entry] = empty_like(parameters[entry.rpartition("/")[0]], value.shape, value.dtype)
-            put(state[entry], value)
-    else:
-        tensors = {
+    if "state" not in content:
+        content["state"] = {
             entry: empty_like(parameters[entry.rpartition("/")[0]], one.size, one.properties.dtype)
             for entry, one in safe_reading.read_entries(folder / SHARDED_OPTIMIZER, trust).items()
         }
-        safe_reading.load(tensors, folder / SHARDED_OPTIMIZER, trust)
-        state |= tensors
+        safe_reading.load(content["state"], folder / SHARDED_OPTIMIZER, trust)
     # torch's own form, with positions: its load_state_dict knows which values follow a parameter's device and dtype
     position = {name: i for i, name in enumerate(flat[0])}
     by_position: dict[int, dict[str, Any]] = {}
-    for entry, value in state.items():
+    for entry, value in (content["rest"] | content["state"]).items():
         name, _, key = entry.rpartition("/")
+        if name not in position:  # another rank reads it
+            continue
+        if isinstance(value, torch.Tensor) and not is_split(value):
+            whole_value, value = value, empty_like(parameters[name], value.shape, value.dtype)
+            put(value, whole_value)
         by_position.setdefault(position[name], {})[key] = value
     groups = [
         group | {"params": [position[n] for n in mine]} for group, mine in zip(content["groups"], ours, strict=True)

@@ -315,33 +315,25 @@ def test_on_cuda_one_kernel_takes_rows_of_all_lengths_where_it_can(change, kerne
     assert calls == [(kernel, {wanted or given["dtype"]})] * (1 if kernel == "varlen" else 3)
 
 
-@pytest.mark.parametrize("key_heads, is_told, options", [
-    (2, True, {"enable_gqa": True}), (4, True, {}),
-    (2, False, {}),  # torch 2.11, which has no such argument
+@pytest.mark.parametrize("key_heads, is_told, is_causal, size, options", [
+    (2, True, True, 3, {"window_size": (2, 0), "enable_gqa": True}),
+    (2, False, True, 3, {"window_size": (2, 0)}),  # torch 2.11, which has no such argument
+    (4, True, True, None, {"window_size": (-1, 0)}),
+    (4, True, False, None, {"window_size": (-1, -1)}),
+    (4, True, False, 3, {"window_size": (2, 2)}),
 ])  # fmt: skip
-def test_the_kernel_is_told_of_groups_of_heads_where_it_wants_to_be(key_heads, is_told, options, monkeypatch):
+def test_the_kernel_is_told_of_groups_of_heads_and_how_far_a_token_sees(
+    key_heads, is_told, is_causal, size, options, monkeypatch
+):
     monkeypatch.setattr(packing, "VARLEN_IS_TOLD_OF_GROUPS", is_told)
     monkeypatch.setattr(packing, "_takes_all_lengths", lambda query: True)
     seen, module = [], torch.nn.Module()
-    module.is_causal = True
+    module.is_causal = is_causal
     monkeypatch.setattr(packing, "varlen_attn", lambda query, *sizes, **given: seen.append(given) or query)
     query, key = torch.empty(1, 4, 7, 8), torch.empty(1, key_heads, 7, 8)
     rows = RowBounds([4, 3], torch.tensor([0, 4, 7]))
-    packing._attend_with_sdpa(None, module, query, key, key, rows, sliding_window=3)
-    assert seen == [{"scale": None, "window_size": (2, 0)} | options]
-
-
-@pytest.mark.parametrize("is_causal, size, window", [
-    (True, None, (-1, 0)), (True, 3, (2, 0)), (False, None, (-1, -1)), (False, 3, (2, 2)),
-])  # fmt: skip
-def test_the_kernel_is_told_how_far_a_token_sees(is_causal, size, window, monkeypatch):
-    monkeypatch.setattr(packing, "_takes_all_lengths", lambda query: True)
-    seen, module, heads = [], torch.nn.Module(), torch.empty(1, 4, 7, 8)
-    module.is_causal = is_causal
-    monkeypatch.setattr(packing, "varlen_attn", lambda query, *sizes, **given: seen.append(given) or query)
-    rows = RowBounds([4, 3], torch.tensor([0, 4, 7]))
-    packing._attend_with_sdpa(None, module, heads, heads, heads, rows, sliding_window=size)
-    assert seen == [{"scale": None, "window_size": window}]
+    packing._attend_with_sdpa(None, module, query, key, key, rows, sliding_window=size)
+    assert seen == [{"scale": None} | options]
 
 
 ON_GPU = [
