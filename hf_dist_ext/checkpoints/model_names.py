@@ -6,10 +6,10 @@ states, files of others) has any name.
 
 from __future__ import annotations
 
-import json
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+
+from hf_dist_ext.models.folders import read_json
 
 # As transformers' tokenizers and processors name them.
 OF_A_PROCESSOR = (
@@ -21,7 +21,7 @@ OF_A_PROCESSOR = (
 OF_A_MODEL = (  # weights, what describes them, code of their own, the card
     "model*.safetensors", "pytorch_model*.bin", "*.index.json", "adapter_model.*", "trainable.safetensors",
     "frozen.json", "other_precision.safetensors", "manifest.json", "config.json", "*_config.json",
-    "config_sentence_transformers.json", "modules.json", "towers.json", "*.py", "README.md", "*.png", "*LICENSE*",
+    "config_sentence_transformers.json", "modules.json", "*.py", "README.md", "*.png", "*LICENSE*",
     "NOTICE*", "run.json", "plan.json", "metrics.json", "metrics.jsonl",
 )  # fmt: skip
 FOLDERS = ("additional_chat_templates", "onnx", "openvino", "assets")  # the last has the pictures of a card
@@ -34,7 +34,7 @@ def is_processors(name: str) -> bool:
 def of_model(folder: Path) -> list[str]:
     """The files of the model that lies in a folder, relative to it, sorted: by their names, in a folder that the model
     names as a part of it, such as pooling, a tower or an adapter, or as an index names those of its weights."""
-    parts, indexes = _parts(folder), map(_read, folder.glob("*.index.json"))
+    parts, indexes = _parts(folder), map(read_json, folder.glob("*.index.json"))
     weights = {name for index in indexes for name in index.get("weight_map", {}).values()}
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     patterns = OF_A_MODEL + OF_A_PROCESSOR
@@ -48,15 +48,10 @@ def of_model(folder: Path) -> list[str]:
 
 
 def _parts(folder: Path) -> set[str]:
-    paths = [module.get("path", "") for module in _read(folder / "modules.json") or []]
-    paths += (_read(folder / "towers.json") or {}).get("towers", {})
+    paths = [module.get("path", "") for module in read_json(folder / "modules.json", missing_is_empty=True)]
     for own in {*paths, ""}:
-        routes = (_read(folder / own / "router_config.json") or {}).get("structure", {}).values()
+        routes = read_json(folder / own / "router_config.json", missing_is_empty=True).get("structure", {}).values()
         paths += [path for route in routes for path in route]
     paths += [str(path.parent.relative_to(folder)) for path in folder.glob("*/adapter_config.json")]
     found = {Path(path).parts[0] for path in paths if Path(path).parts}
     return found | {name for name in FOLDERS if (folder / name).is_dir()}
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

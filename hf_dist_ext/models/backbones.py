@@ -42,19 +42,17 @@ NOTHING_IS_RAISED = {f"_raise_exceptions_for_{kind}": False for kind in KINDS}
 
 
 def build_backbone(
-    config: Mapping[str, Any] | PreTrainedConfig,
+    config: PreTrainedConfig,
     dtype: str | torch.dtype | None = None,
     attn_implementation: str | None = None,
     distributed_config: Any = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Random weights from a config, or a dict with "model_type" and that config's fields; `dtype` None is float32.
+    """Random weights from a config (`parse_config` makes one of a dict); `dtype` None is float32.
 
     `distributed_config`: transformers' DistributedConfig, to split the model over processes (tensor parallelism).
     `trust_remote_code`: a config that names code of its own may run it.
     """
-    if not isinstance(config, PreTrainedConfig):
-        config = parse_config(config)  # (1)
     if distributed_config is not None:
         splitting.check_can_be_split(config, distributed_config.tp_size)
     options = _pooler_option(config) | ({"attn_implementation": attn_implementation} if attn_implementation else {})
@@ -135,6 +133,7 @@ def loading_errors(name: str | Path) -> Iterator[None]:
 
 
 def parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+    """(1) of a dict with "model_type" and that config's fields."""
     config = dict(config)
     model_type = config.pop("model_type", None)
     if model_type not in CONFIG_MAPPING:

@@ -91,7 +91,7 @@ def test_one_seed_draws_one_model(config):
         value.dtype == torch.bfloat16 and torch.equal(value, models[1][key]) for key, value in models[0].items()
     )
     if config != STATIC:
-        backbone = drawn(build_backbone, config, "bfloat16").state_dict()
+        backbone = drawn(build_backbone, parse_config(config), "bfloat16").state_dict()
         assert all(torch.equal(value, models[0][f"backbone.model.{key}"]) for key, value in backbone.items())
 
 

@@ -9,7 +9,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 
 from hf_dist_ext import set_is_causal
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.backbones import build_backbone
+from hf_dist_ext.models.backbones import build_backbone, parse_config
 from tests.tiny_models import embedding_model, model_config, tiny_tokenizer
 
 STABLELM = {"model_type": "stablelm", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -24,7 +24,7 @@ def first_tokens(model: SentenceTransformer) -> torch.Tensor:
 
 def test_a_decoder_sees_both_ways_and_so_does_its_folder(tmp_path):
     torch.manual_seed(0)
-    build_backbone(model_config("qwen3")).save_pretrained(tmp_path / "decoder")
+    build_backbone(parse_config(model_config("qwen3"))).save_pretrained(tmp_path / "decoder")
     tiny_tokenizer().save_pretrained(tmp_path / "decoder")
     transformer = Transformer(str(tmp_path / "decoder"))
     model = SentenceTransformer(modules=[transformer, Pooling(transformer.get_embedding_dimension())], device="cpu")
