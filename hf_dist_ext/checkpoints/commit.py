@@ -73,7 +73,7 @@ def expected_bytes(output_dir: Path, tensors: Iterable[torch.Tensor]) -> int:
         with contextlib.suppress(UsageError):
             if content := manifest.read(path):
                 return sum(entry["size"] for entry in content["files"].values())
-    return sum(num_elements(tensor) * tensor.elementbytes_in_words() for tensor in tensors)
+    return sum(num_elements(tensor) * tensor.element_size() for tensor in tensors)
 
 
 @contextlib.contextmanager

@@ -103,7 +103,7 @@ class FeatureCache:
             raise UsageError(
                 "frozen_feature_cache needs a dataset with a length, not a stream. Set streaming to false."
             )
-        own = range(collectives.rank(), len(dataset), collectives.worldbytes_in_words())
+        own = range(collectives.rank(), len(dataset), collectives.world_size())
         loader = DataLoader(
             Subset(dataset, own),
             batch_size=args.per_device_eval_batch_size,
@@ -156,7 +156,7 @@ class FeatureCache:
 
     def _check_disk(self, computed: list, own_rows: int) -> None:
         """A first batch says what a row takes; the ranks share the rows evenly."""
-        stored, rows = sum(features.nbytes for _, features in computed), own_rows * collectives.worldbytes_in_words()
+        stored, rows = sum(features.nbytes for _, features in computed), own_rows * collectives.world_size()
         needed = stored / max(len(keys) for keys, _ in computed) * max(0, rows - len(self.store))
         free = shutil.disk_usage(self.store.folder).free
         words = f"about {bytes_in_words(needed)} for {rows} rows, {bytes_in_words(free)} are free in"
