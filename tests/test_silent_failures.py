@@ -73,7 +73,7 @@ def first_loss(classes: tuple, model: nn.Module, folder: Path, **options) -> flo
 @pytest.fixture
 def warnings(monkeypatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr("hf_dist_ext.training.loss_scale.logger.warning", found.append)
+    monkeypatch.setattr("hf_dist_ext.training.own_loss.logger.warning", found.append)
     return found
 
 
@@ -269,7 +269,7 @@ def two_processes(folder: Path) -> None:
     found["world_size"]["ours"] = args.world_size
 
     warnings: list[str] = []
-    logger = logging.getLogger("hf_dist_ext.training.loss_scale")
+    logger = logging.getLogger("hf_dist_ext.training.own_loss")
     logger.warning = lambda text, *others: warnings.append(text)
     found["stock loss"] = first_loss(STOCK, bert(), folder)
     found["our loss"] = first_loss(OURS, bert(), folder)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hf_dist_ext.data.image_text_collator import IGNORED
+from hf_dist_ext.strategies.base import meanwhile
 from hf_dist_ext.training.trainer import DistTrainer
 
 
@@ -33,12 +34,9 @@ class GeneratingTrainer(DistTrainer):
         if self.freeze_plan is None:  # with one it is there already
             self.image_stand_in = self.make_image_stand_in()
 
-    def get_eval_dataloader(self, eval_dataset: Any = None):
-        for_training, self.data_collator = self.data_collator, self.eval_collator
-        try:
-            return super().get_eval_dataloader(eval_dataset)
-        finally:
-            self.data_collator = for_training
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        with meanwhile(self, "data_collator", self.eval_collator):
+            return super().evaluate(*arguments, **options)
 
     @torch.no_grad()
     def prediction_step(

@@ -31,9 +31,8 @@ from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.fields import show
 from hf_dist_ext.run.rules import closest_folder
 from hf_dist_ext.tasks import options
-from hf_dist_ext.training import console, same_run, slowness
+from hf_dist_ext.training import console, same_run
 from hf_dist_ext.training.arguments import DistTrainingArguments
-from hf_dist_ext.training.measured import MeasurementCallback
 from hf_dist_ext.training.meter import MetricsFile
 from hf_dist_ext.training.metrics import similarity_of
 from hf_dist_ext.training.nonfinite import LIMIT
@@ -82,7 +81,8 @@ class Parts:
         given = {name: getattr(self, name) for name in names} | {"evaluator": self._evaluator(args)}
         trainer = self.trainer_class(self.model, args, **given, **self.trainer_options)
         # a run from a file has them always, a DistTrainer when it uses our parts
-        for watcher in (MetricsFile(), trainer.scaling, MeasurementCallback(trainer.scaling)):
+        trainer.scaling.writes = True
+        for watcher in (MetricsFile(), trainer.scaling):
             trainer.remove_callback(type(watcher))
             trainer.add_callback(watcher)
         for stock in console.STOCK:
@@ -138,7 +138,7 @@ def _why_slow(trainer: DistTrainer, figures: Mapping[str, float]) -> list[str]:
 
     args, parameters = trainer.args, list(trainer.model.parameters())
     module = None if args.device.type == "cpu" else torch.get_device_module(args.device)
-    facts = slowness.Facts(
+    facts = console.Facts(
         workers=args.dataloader_num_workers,
         processes=args.world_size,
         device_bytes=module.mem_get_info(args.device)[1] if hasattr(module, "mem_get_info") else 0,
@@ -146,7 +146,7 @@ def _why_slow(trainer: DistTrainer, figures: Mapping[str, float]) -> list[str]:
         trained_parameters=sum(num_elements(p) for p in parameters if p.requires_grad),
         frozen_bytes=sum(num_elements(p) * p.itemsize for p in parameters if not p.requires_grad),
     )
-    return slowness.why_slow(figures, facts)
+    return console.why_slow(figures, facts)
 
 
 def loading_beside_a_device(may_have_workers: bool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 (1) `AheadCollator` stands around the training loader's collator. It cuts every batch within the limits of the last
     step, which are in memory that workers share, and puts the cuts beside the columns
 (2) accelerate brings the tensors of the batch to the device; the cuts are numbers of the host and stay as they are
-(3) `remember` notes the tensors that the loader gave, and `follow` those that Trainer has moved from there
+(3) `remember` notes the tensors, once they are where and of the dtype that a step takes
 (4) `StepSizes.cut` takes the cuts of a batch that still consists of these. One that somebody has changed since is cut
     anew. Where limits have changed, it packs the sorted rows anew, so that chunks follow from the batch and the limits
     alone, and not from how many batches a loader had ready when these changed
@@ -96,15 +96,6 @@ def remember(batch: Any) -> None:
     """Tell a batch's cuts that its tensors are those that the loader gave."""
     if isinstance(batch, Mapping) and CUTS in batch:
         batch[CUTS]["all"].loaded = {name: _identity(batch[name]) for name in _columns(batch)}
-
-
-def follow(batch: Any, moved: Any) -> None:
-    """The same of what Trainer made of a batch by moving its tensors, if nobody had changed the batch."""
-    if isinstance(batch, Mapping) and CUTS in batch:
-        cuts = batch[CUTS]["all"]
-        names = list(cuts.chunked.row_counts())
-        if all(name in batch for name in names) and cuts.are_of({name: batch[name] for name in names}):
-            moved[CUTS] = {"all": replace(cuts, loaded={name: _identity(moved[name]) for name in names})}
 
 
 def _columns(batch: Mapping[str, Any]) -> list[str]:

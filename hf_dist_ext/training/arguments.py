@@ -12,10 +12,11 @@ from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import async_save
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run import deepspeed_install
-from hf_dist_ext.run.config import option
+from hf_dist_ext.run.config import all_fields, option
+from hf_dist_ext.run.fields import check_value
 from hf_dist_ext.strategies import choose
 from hf_dist_ext.strategies.collectives import has_accelerator, must_use_cpu
-from hf_dist_ext.training import early_stopping, learning_rate, sentence_arguments
+from hf_dist_ext.training import learning_rate, sentence_arguments
 
 logger = logging.get_logger(__name__)
 
@@ -280,10 +281,10 @@ class DistTrainingArguments(TrainingArguments):
         if launched.uses_deepspeed():
             deepspeed_install.check()
             deepspeed_install.check_offload(os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"))
-        self._check_sizes()
+        sentence_arguments.check(self)
+        self._check_values()
         self._check_gradient_cache()
         self._check_freezing()
-        sentence_arguments.check(self)
         choose.check_arguments(self)
         learning_rate.check(self)
         async_save.check(self)
@@ -307,43 +308,27 @@ class DistTrainingArguments(TrainingArguments):
                 "fp16=true, and this process computes on a CPU, for which accelerate has no float16: it would train "
                 "in float32 without a word. Remove it (or mixed_precision of the accelerate YAML), or use bf16."
             )
-        early_stopping.check(self)
+        self._check_early_stopping()
         plugin = getattr(self, "deepspeed_plugin", None)
         if plugin is not None and not plugin.zero3_init_flag:
             # Else transformers 5.23 builds and loads models in parts under ZeRO-3, whatever the flag says.
             unset_hf_deepspeed_config()
 
-    def _check_sizes(self) -> None:
-        size, keep, steps = self.gradient_cache_chunk_size, self.gradient_cache_keep_graph, self.max_nonfinite_steps
-        if isinstance(size, str) and size.isdigit():
-            size = self.gradient_cache_chunk_size = int(size)
-        if not _is_number(size, "auto", None):
-            raise UsageError(
-                f"gradient_cache_chunk_size={size!r}: it is a positive number of rows, 'auto' or null (no cache)."
-            )
-        sizes = ("gradient_cache_chunk_tokens", "gradient_cache_chunk_patches", "gradient_cache_width_multiple")
-        for name in (*sizes, "early_stopping_patience"):
-            if not _is_number(value := getattr(self, name), None):
-                raise UsageError(f"{name}={value!r}: it is a positive number.")
-        if not _is_number(keep, "auto", 0, None):
-            raise UsageError(f"gradient_cache_keep_graph={keep!r}: it is a number of chunks, 0 or more, or 'auto'.")
-        if not _is_number(steps, "auto", None):
-            raise UsageError(f"max_nonfinite_steps={steps!r}: it is a positive number of steps, 'auto' or null.")
-        memory = self.gradient_cache_memory_gib
-        if memory is not None and not memory > 0:
-            raise UsageError(f"gradient_cache_memory_gib={memory!r}: it is a positive number of GiB, or null.")
+    def _check_values(self) -> None:
+        """Our fields are held to the bounds and the choices that a run file's are."""
+        if isinstance(self.gradient_cache_chunk_size, str) and self.gradient_cache_chunk_size.isdigit():
+            self.gradient_cache_chunk_size = int(self.gradient_cache_chunk_size)  # of HfArgumentParser
+        ours = DistTrainingArguments.__annotations__.keys()
+        for name, one in all_fields().items():
+            if name in ours and (one.bounds or any(kind == "literal" for kind, _ in one.type)):
+                check_value(one, getattr(self, name), "the arguments")
 
     def _check_gradient_cache(self) -> None:
         """What would be taken and have no effect."""
         size, keep, memory = (
             getattr(self, f"gradient_cache_{name}") for name in ("chunk_size", "keep_graph", "memory_gib")
         )
-        if self.gradient_cache_fsdp not in ("auto", "speed", "memory"):
-            raise UsageError(f"gradient_cache_fsdp={self.gradient_cache_fsdp!r}: choose 'auto', 'speed' or 'memory'.")
-        packing = self.gradient_cache_packing
-        if not (isinstance(packing, bool) or packing == "auto"):
-            raise UsageError(f"gradient_cache_packing={packing!r}: it is true, false or 'auto'.")
-        if packing is True and not self.uses_gradient_cache:
+        if self.gradient_cache_packing is True and not self.uses_gradient_cache:
             raise UsageError(
                 "gradient_cache_packing=true packs the chunks of a gradient cache. Set gradient_cache_chunk_size, or "
                 "remove gradient_cache_packing."
@@ -365,8 +350,6 @@ class DistTrainingArguments(TrainingArguments):
             )
 
     def _check_freezing(self) -> None:
-        if self.frozen_parts_fsdp not in ("auto", "shard", "replicate"):
-            raise UsageError(f"frozen_parts_fsdp={self.frozen_parts_fsdp!r}: choose 'auto', 'shard' or 'replicate'.")
         for name in ("trainable_modules", "frozen_modules"):
             value = getattr(self, name)
             if value is not None and not value:
@@ -379,6 +362,16 @@ class DistTrainingArguments(TrainingArguments):
         wrong = {name: rate for name, rate in (self.learning_rates or {}).items() if not rate >= 0}
         if wrong:
             raise UsageError(f"learning_rates={wrong!r}: a learning rate is 0 or more.")
+
+    def _check_early_stopping(self) -> None:
+        if self.early_stopping_patience is None:
+            return
+        given = {"eval_strategy": self.eval_strategy != "no", "metric_for_best_model": self.metric_for_best_model}
+        if wrong := [name for name, is_given in given.items() if not is_given]:
+            raise UsageError(
+                f"early_stopping_patience={self.early_stopping_patience} counts evaluations in which "
+                f"metric_for_best_model was no better than before. Set {' and '.join(wrong)}, or remove it."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Classes and functions, which no log could hold, by their names."""
@@ -398,11 +391,6 @@ class DistTrainingArguments(TrainingArguments):
         if self.gradient_cache_keep_graph is not None:
             return self.gradient_cache_keep_graph
         return "auto" if self.gradient_cache_chunk_size == "auto" and self.device.type != "cpu" else 0
-
-
-def _is_number(value: object, *others: object) -> bool:
-    """A positive one, or one of the others; true and false are no numbers."""
-    return not isinstance(value, bool) and (value in others or (isinstance(value, int) and value > 0))
 
 
 # A checkpoint's training_args.bin names the class: by where users import it from, not by where its file lies. The

@@ -285,7 +285,7 @@ class _Audit:
         device = self.trainer.args.device
         with torch.enable_grad():
             exact = self.plain.gradients(update, *self._exactly(update))
-            rounded = self.plain.gradients(update, device, self.trainer._precision)
+            rounded = self.plain.gradients(update, device, self.trainer.precision)
         groups: dict[str, list[str]] = {}
         for name in sorted({*whole, *exact}):
             groups.setdefault(group_of(name), []).append(name)
@@ -313,8 +313,8 @@ class _Audit:
     def coarsest(self, with_loss: bool = False) -> torch.dtype:
         """Of what is computed in, or sent."""
         kind, dtypes = self.trainer.args.device.type, {p.dtype for p in self.trainer.bare_model.parameters()}
-        dtypes |= {p.dtype for p in self.trainer._loss_parameters()} if with_loss else set()
-        with self.trainer._precision():
+        dtypes |= {p.dtype for p in self.trainer.loss_parameters()} if with_loss else set()
+        with self.trainer.precision():
             if torch.is_autocast_enabled(kind):
                 dtypes.add(torch.get_autocast_dtype(kind))
         sent = getattr(self.trainer.args, "ddp_comm_hook", None)

@@ -16,16 +16,18 @@ from torch import nn
 from transformers.utils import logging
 
 from hf_dist_ext import launched
+from hf_dist_ext.checkpoints import loss_state
 from hf_dist_ext.data.sampling import refuse_stream
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.evaluation import evaluators
 from hf_dist_ext.frozen.groups import module_groups
 from hf_dist_ext.models.embedder import embedder_of, is_of_sentence_transformers
 from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.run.versions import untested
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.training import metrics
+from hf_dist_ext.training import compiling, metrics
 from hf_dist_ext.training.arguments import DistTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -68,7 +70,7 @@ def refuse_objects(model: Any, loss: Any, named: Mapping[str, Any]) -> None:
 
 def refuse_without_loss(args: Any) -> None:
     """What only a loss over embeddings reads. In a pipeline gradient_cache_chunk_size is read without one."""
-    has_pipeline = (getattr(args, "pipeline_parallel_size", None) or 1) > 1
+    has_pipeline = (args.pipeline_parallel_size or 1) > 1
     if has_pipeline and args.gradient_cache_chunk_size is None:
         raise UsageError(
             "a pipeline of a model with its own loss cuts a batch into chunks of equal rows. Set "
@@ -77,7 +79,7 @@ def refuse_without_loss(args: Any) -> None:
     if has_pipeline and args.accelerator_config.dispatch_batches is None:
         args.accelerator_config.dispatch_batches = False  # accelerate would turn it on for a stream
     fields = LOSS_FIELDS[1:] if has_pipeline else LOSS_FIELDS
-    given = [name for name in fields if getattr(args, name, None)]
+    given = [name for name in fields if getattr(args, name)]
     if given:
         raise UsageError(
             f"{given[0]}={getattr(args, given[0])!r} needs a loss over embeddings, and DistTrainer has none. Give "
@@ -85,7 +87,7 @@ def refuse_without_loss(args: Any) -> None:
         )
 
 
-def check_own_loss_of_pipeline(args: DistTrainingArguments, divides_by_items: bool) -> None:
+def _check_own_loss_of_pipeline(args: DistTrainingArguments, divides_by_items: bool) -> None:
     """A model that is trained with its own loss in a pipeline. `divides_by_items`: Trainer hands it, or what computes
     its loss, the number of tokens to divide by."""
     if not divides_by_items:
@@ -113,10 +115,6 @@ def refuse_updates_in_backward(args: Any, runner: str) -> None:
 
 def prepare_arguments(args: DistTrainingArguments, compute_loss_func: Any) -> None:
     """Those of a loss over embeddings: refused, or set to what it needs."""
-    if not isinstance(args, DistTrainingArguments):
-        raise UsageError(
-            f"DistTrainer with a loss needs DistTrainingArguments, got {type(args).__name__}; the fields are the same."
-        )
     args.remove_unused_columns = False  # the dataset's columns are the batch's columns, not the model's arguments
     if args.label_smoothing_factor:
         raise UsageError(
@@ -167,18 +165,44 @@ def set_defaults_of_ddp(args: Any, model: Any, processor: Any, has_frozen: bool,
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
 
 
-def check_what_is_read(args: Any, loader: Any, strategy: Strategy, has_optimizer: bool, has_loss: bool) -> None:
+def check(run: Any) -> None:
+    """A `DistTrainer` whose parts are there, and its model."""
+    args, loss, strategy, model = run.args, run.loss, run.strategy, run.bare_model
+    _check_what_is_read(args, run.accelerator.dataloader_config, strategy, run.optimizer is not None, loss is not None)
+    if run.is_ours:
+        warn_of_precision(args, run.model, strategy.keeps_float32)
+    if loss is not None:
+        loss_state.check_optimizer(loss, run.optimizer, run.lr_scheduler)
+        strategy.check(bool(run.loss_parameters()), run.chunk_budget is not None)
+        compiling.check(run.accelerator.state.dynamo_plugin, strategy)
+        if args.uses_gradient_cache:
+            _check_model(run.model, args)
+        _check_outputs(model, loss)
+        _find_word_embeddings(model, args)
+        _refuse_uneven_negatives(loss, run.data_collator)
+    if run.eval_dataset is not None:
+        if run.evaluator is not None:
+            evaluators.check(run.evaluator, model, is_due=args.eval_strategy != "no" or args.eval_on_start)
+        paired = metrics.names_of_paired(run.eval_dataset, run.compute_metrics)
+        if paired is not None:
+            evaluators.check_best_metric(args.metric_for_best_model, run.evaluator, paired)
+    if run.own_loss is not None:
+        takes_items = run.model_accepts_loss_kwargs or run.compute_loss_func is not None
+        _check_own_loss_of_pipeline(args, takes_items and run.loss_is_scaled_for_ga is not False)
+
+
+def _check_what_is_read(args: Any, loader: Any, strategy: Strategy, has_optimizer: bool, has_loss: bool) -> None:
     """Fields that something else of this run would leave without effect, or make count wrongly.
 
     loader: accelerate's DataLoaderConfiguration; has_optimizer: one was handed to the trainer.
     """
-    if has_optimizer and getattr(args, "learning_rates", None):
+    if not isinstance(args, DistTrainingArguments):
+        return
+    if has_optimizer and args.learning_rates:
         raise UsageError(
             "learning_rates makes groups of the optimizer that Trainer builds, but one was given. Give it groups "
             "of its own, or remove learning_rates."
         )
-    if not isinstance(args, DistTrainingArguments):
-        return
     if args.learning_rates or args.lr_scale_rule != "none":
         strategy.check_optimizer("learning_rates" if args.learning_rates else "lr_scale_rule")
     if args.world_size == 1:
@@ -236,10 +260,8 @@ def warn_of_accumulation(args: DistTrainingArguments, loss: Any) -> None:
         )
 
 
-def check_model(model: nn.Module, args: DistTrainingArguments) -> None:
-    """The model that a gradient cache works on."""
-    if not args.uses_gradient_cache:
-        return
+def _check_model(model: nn.Module, args: DistTrainingArguments) -> None:
+    """That a gradient cache works on."""
     was_training = model.training
     model.train()  # what Trainer does before every step; a model may keep its own modules in eval there
     coupled = [
@@ -260,7 +282,7 @@ def check_model(model: nn.Module, args: DistTrainingArguments) -> None:
         )
 
 
-def find_word_embeddings(model: Any, args: DistTrainingArguments) -> None:
+def _find_word_embeddings(model: Any, args: DistTrainingArguments) -> None:
     """For NEFTune: Trainer asks a model for them by a method that a SentenceTransformer (6.2) does not have."""
     if args.neftune_noise_alpha is None or hasattr(model, "get_input_embeddings"):
         return
@@ -273,7 +295,7 @@ def find_word_embeddings(model: Any, args: DistTrainingArguments) -> None:
     model.get_input_embeddings = backbone.get_input_embeddings
 
 
-def check_outputs(model: nn.Module, loss: Any) -> None:
+def _check_outputs(model: nn.Module, loss: Any) -> None:
     """The losses of this project, and the model's rows: one vector each, or token vectors."""
     embedder, reads_many = embedder_of(model), metrics.similarity_of(loss) == "maxsim"
     many = embedder.has_token_vectors
@@ -290,7 +312,7 @@ def check_outputs(model: nn.Module, loss: Any) -> None:
         )
 
 
-def refuse_uneven_negatives(loss: Any, collator: Any) -> None:
+def _refuse_uneven_negatives(loss: Any, collator: Any) -> None:
     """Let the collator refuse rows with fewer negatives than others, where the loss takes the k-th of all rows as a
     column: their numbers may add up to as many for every row, and negatives would be those of another one."""
     of_sources = getattr(collator, "sources", None) or {None: collator}

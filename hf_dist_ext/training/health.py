@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.utils import logging
 
-from hf_dist_ext.data.bad_rows import in_short
+from hf_dist_ext.data.bad_rows import Tally, guard_rows, in_short, listing, name_of
 from hf_dist_ext.engine import replay
 from hf_dist_ext.engine.replay import ReplayError
 from hf_dist_ext.engine.rows import moved
@@ -32,10 +33,9 @@ from hf_dist_ext.failures import Watchdog, activity, end_with_launcher, set_coll
 from hf_dist_ext.run import lease
 from hf_dist_ext.run.preemption import StopSignals, write_mark
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.strategies.rows import Rows
-from hf_dist_ext.training.bad_row_count import BadRowCount
 from hf_dist_ext.training.nonfinite import LIMIT, NonFiniteGuard, bad_ranks, check_weights, describe_rows
 from hf_dist_ext.training.out_of_memory import FittingSizes
+from hf_dist_ext.training.running import Running
 
 logger = logging.get_logger(__name__)
 
@@ -51,41 +51,19 @@ class Health(TrainerCallback):
     """Made once for a trainer, whose hooks call it in the order below.
 
     Args:
-        args: the run's.
         is_guarded: max_nonfinite_steps="auto" is a limit, not off.
-        has_scaler: fp16, whose scaler skips updates itself.
-        processor: turns ids back into text, for the report of a bad batch.
         sizes: those of a gradient cache, which may have ended the run on another rank.
-        progress: (finished updates, those of this run's checkpoint) now.
-        rows: those of the run's strategy now.
-        pop_resumed: what the resumed checkpoint tells of bad rows in the epoch that begins.
-        find_causes: (number of a chunk, what rounding explains) -> why its embeddings differ when they are encoded
-            again, in words; "" where that is not known. All ranks call it.
-        go_back: called when too many updates were not finite; says which checkpoint is good.
     """
 
-    def __init__(
-        self,
-        args: Any,
-        is_guarded: bool,
-        has_scaler: bool,
-        processor: Any,
-        sizes: FittingSizes | None,
-        progress: Callable[[], tuple[int, int]],
-        rows: Callable[[], Rows],
-        pop_resumed: Callable[[], dict[str, Any] | None],
-        go_back: Callable[[], str],
-        find_causes: Callable[[int, float], str],
-    ):
-        self.args, self.has_scaler, self.processor, self.sizes = args, has_scaler, processor, sizes
-        self.progress, self.rows, self.pop_resumed, self.go_back = progress, rows, pop_resumed, go_back
-        self.find_causes = find_causes
-        limit = getattr(args, "max_nonfinite_steps", None)
+    def __init__(self, run: Running, is_guarded: bool, sizes: FittingSizes | None):
+        self.run, self.args, self.sizes, options = run, run.args, sizes, run.options
+        self.has_scaler = run.strategy.has_scaler(run.args)
+        limit = options.max_nonfinite_steps
         if limit == "auto":
             limit = LIMIT if is_guarded else None
         self.guard = None if limit is None else NonFiniteGuard(limit)
-        self.stop = StopSignals() if getattr(args, "preemptible", False) else None
-        self.bad_rows = BadRowCount(getattr(args, "max_bad_rows", None), rows)
+        self.stop = StopSignals() if options.preemptible else None
+        self.bad_rows = BadRowCount(options.max_bad_rows, run)
         self.was_preempted = False
         self.inputs: list[Any] = []  # micro-batches of the update that runs
         self.replay_error: float | None = None  # the largest since it was logged
@@ -99,15 +77,8 @@ class Health(TrainerCallback):
         self.evaluation_is_due = self.makes_up = False  # a signal has interrupted it; it runs after all
         self.evaluation_follows = False  # after what the step saves: that of its epoch
         self._num_evaluation_batches = 0
-        if hasattr(args, "step_timeout"):
-            set_collective_timeout(args.ddp_timeout)
-
-    @property
-    def is_called_back(self) -> bool:
-        """Whether it must be one of the trainer's callbacks."""
-        return self.stop is not None or any(
-            getattr(self.args, name, None) for name in ("step_timeout", "max_bad_rows")
-        )
+        if run.has_own_arguments:
+            set_collective_timeout(run.args.ddp_timeout)
 
     @property
     def is_update_skipped(self) -> bool:
@@ -125,20 +96,20 @@ class Health(TrainerCallback):
         self._rounding = 0.0
         is_first = self.args.process_index == 0
         with contextlib.ExitStack() as entered:
-            if hasattr(self.args, "preemptible") and not is_search and is_first:
+            if self.run.has_own_arguments and not is_search and is_first:
                 entered.enter_context(lease.held(self.args.output_dir))
             if self.stop is not None:
                 entered.enter_context(self.stop)
                 self.stop.finishes_steps = True
                 entered.callback(setattr, self.stop, "finishes_steps", False)
-            if getattr(self.args, "step_timeout", None) is not None:
+            if self.run.options.step_timeout is not None:
                 entered.enter_context(Watchdog(self._time_limit, collectives.store_of_group()))
             activity.leave_step("preparing to train")
             with self._error_of_peer():
                 yield
             activity.leave_step("after training")
             if self.was_preempted and is_first and self.stop.received != "SIGINT":
-                write_mark(self.args.output_dir, self.progress()[0], self.stop.received or "on another rank")
+                write_mark(self.args.output_dir, self.run.progress()[0], self.stop.received or "on another rank")
 
     @contextlib.contextmanager
     def _error_of_peer(self) -> Iterator[None]:
@@ -155,18 +126,18 @@ class Health(TrainerCallback):
             raise cause from error
 
     def _time_limit(self) -> float:
-        step, first = self.progress()
+        step, first = self.run.progress()
         return self.args.step_timeout if activity.is_step and step > first else self.args.ddp_timeout
 
     # ---- an update ----
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self.bad_rows.begin_epoch(self.pop_resumed())
+        self.bad_rows.begin_epoch(self.run.data_position.pop_resumed("bad_rows"))
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Around the loading of an update's batches."""
-        activity.enter("loading its batches", step=self.progress()[0] + 1)
+        activity.enter("loading its batches", step=self.run.progress()[0] + 1)
         try:
             yield
         except (UsageError, RunError) as error:
@@ -208,7 +179,7 @@ class Health(TrainerCallback):
         norm = torch.as_tensor(0.0 if grad_norm is None else grad_norm).detach().to(answers)
         *numbers, norm = torch.cat([answers.flatten(), norm.reshape(1)]).tolist()  # the one copy to the host
         losses, signals, bad_rows, most, errors = (numbers[i::5] for i in range(5))
-        step = self.progress()[0] + 1
+        step = self.run.progress()[0] + 1
         self._check_replays(step, errors, most, is_used=all(map(math.isfinite, [*losses, norm])))
         # A run that ends with this step has no need to leave early.
         if any(signals) and self._stop_at_step is None and step < max_steps:
@@ -216,14 +187,16 @@ class Health(TrainerCallback):
             logger.warning(
                 f"rank {signals.index(1.0)} was asked to stop: all stop after step {step}, with a checkpoint."
             )
-        self.bad_rows.add_up(int(sum(self.rows().one_of_each(bad_rows))), step)
+        self.bad_rows.add_up(int(sum(self.run.strategy.rows.one_of_each(bad_rows))), step)
         if self.guard is not None and self.guard.count_update(losses, norm, self.has_scaler):
             drop_update()
             rows = "not known"
             if collectives.rank() in (bad_ranks(losses) or [collectives.rank()]):
-                rows = ", ".join(describe_rows(inputs, self.processor) for inputs in self.inputs)
+                rows = ", ".join(describe_rows(inputs, self.run.processing_class) for inputs in self.inputs)
             rows = "; ".join(collectives.texts_of(rows, bad_ranks(losses)))
-            self.guard.report(step, losses, norm, rows, self.has_scaler, self.go_back() if self.guard.is_over else "")
+            self.guard.report(
+                step, losses, norm, rows, self.has_scaler, self.run.keeper.go_back() if self.guard.is_over else ""
+            )
         self.inputs = []
 
     def _check_replays(self, step: int, errors: list[float], most: list[float], is_used: bool) -> None:
@@ -241,13 +214,14 @@ class Health(TrainerCallback):
             own = max((one.worst() for one in replays), default=(0.0, 0, ""), key=lambda worst: worst[0])
             _, number, place = collectives.everyones(own)[rank]
             place = f"rank {rank}: {place}" if collectives.world_size() > 1 else place
-            self.refuse(step, errors[rank], most[rank], place, self.find_causes(number, most[rank]))
+            causes = self.run.step.causes_of_replay_error(self.run.model_wrapped, number, most[rank])
+            self.refuse(step, errors[rank], most[rank], place, causes)
 
     def for_log(self) -> dict[str, float]:
         found = {"nonfinite_steps": self.guard.total if self.guard is not None else 0, "bad_rows": self.bad_rows.count}
         error, self.replay_error = self.replay_error, None
         again = {} if error is None else {"replay_error": error}
-        if again and (tolerance := getattr(self.args, "replay_tolerance", None)) is not None:
+        if again and (tolerance := self.run.options.replay_tolerance) is not None:
             again["replay_tolerance"] = tolerance
         return {name: n for name, n in found.items() if n} | again
 
@@ -274,11 +248,13 @@ class Health(TrainerCallback):
         finally:
             self.makes_up = False
 
-    def after_update(self, control: Any, epoch: float) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """After a step whose update was skipped evaluation, checkpoint and stop wait for the next one that is not. A
-        run that is asked to stop saves and ends, in place of an evaluation, which its resume makes up for. `epoch`:
-        how many have passed."""
-        ends_epoch = self.args.eval_strategy == "epoch" and float(epoch).is_integer()
+        run that is asked to stop saves and ends, in place of an evaluation, which its resume makes up for."""
+        self.run.keeper.background.collect()
+        if not self.is_update_skipped:
+            self.run.keeper.prove(state.global_step, state.best_model_checkpoint)
+        ends_epoch = args.eval_strategy == "epoch" and float(state.epoch).is_integer()
         self.evaluation_follows = ends_epoch and not control.should_evaluate  # this is called once more then
         if self.is_update_skipped:
             if not control.should_training_stop:
@@ -295,6 +271,8 @@ class Health(TrainerCallback):
             control.should_save = not self.was_preempted  # it is called once more at the end of the epoch
             self.was_preempted = True
 
+    on_epoch_end = on_step_end
+
     def may_save(self, model: nn.Module) -> bool:
         """Before a checkpoint is written: not while updates are skipped. Raises RunError for weights that are not
         finite."""
@@ -302,19 +280,111 @@ class Health(TrainerCallback):
             return False
         activity.leave_step("writing a checkpoint")
         if self.guard is not None:
-            check_weights(model.named_parameters(), f"checkpoint-{self.progress()[0]}")
+            check_weights(model.named_parameters(), f"checkpoint-{self.run.progress()[0]}")
         return True
 
-    @contextlib.contextmanager
-    def finalizing(self, state: Any) -> Iterator[None]:
-        """Around the end of `train()`. Trainer would load the best checkpoint, which takes time that a signal may not
-        leave."""
-        self.bad_rows.say()
-        best = state.best_model_checkpoint
-        if self.was_preempted:
-            state.best_model_checkpoint = None
-        try:
-            yield
-        finally:
-            if self.was_preempted:
-                state.best_model_checkpoint = best
+
+class BadRowCount:
+    """How many rows of an epoch could not be used, on all ranks and over every resume within the epoch.
+
+    Each loader worker counts its own rows in shared memory (data/bad_rows.py). The ranks tell each other their new
+    ones with every update, and a checkpoint holds the epoch's count with the rows' numbers: a loader reads ahead, so a
+    resumed run meets some of these rows again and must not count them twice.
+
+    `count`: of all ranks in this epoch. `limit`: rows of an epoch that may be replaced; None or 0: none.
+    """
+
+    def __init__(self, limit: int | None, run: Running):
+        self.limit, self.run, self.count = limit, run, 0
+        self._tally: Tally | None = None  # of this rank's loader
+        self._loader: DataLoader | None = None
+        self._name, self._has_numbers = "", True
+        self._numbers: set[int] = set()
+        self._before: list[int] = []  # counts of this rank's loader workers before this epoch
+        self._resumed: tuple[int, set[int]] = (0, set())  # of this epoch before this run: how many, their numbers
+
+    def watch(self, loader: DataLoader, dataset: Any) -> None:
+        """Let the training loader replace rows, or name the one that it fails at."""
+        self._loader, self._name = loader, name_of(dataset)
+        # In a stream a row has no number that another run would know it by.
+        self._has_numbers = not isinstance(dataset, IterableDataset)
+        self._tally = guard_rows(loader, self._name, self.limit, collectives.rank())
+
+    def begin_epoch(self, begun: dict[str, Any] | None) -> None:
+        """`begun`: what `of_epoch` gave to the checkpoint from which this epoch goes on."""
+        begun = begun or {"count": 0, "rows": ()}
+        self._before = [] if self._tally is None else self._tally.counts()
+        self.count, self._numbers = self._resumed = begun["count"], set(begun["rows"])
+
+    def new_ones(self) -> int:
+        """Of this rank in this epoch, without those that a resumed run has read again."""
+        if not self.limit or self._tally is None:
+            return 0
+        count = self._tally.count() - sum(self._before)
+        if not count or not self._resumed[1]:
+            return count
+        return count - len(self._resumed[1].intersection(self._tally.rows(self._before)))
+
+    def add_up(self, new_ones: int, step: int) -> None:
+        """`new_ones`: those of all ranks. Every rank calls it with the same number.
+
+        Raises:
+            RunError: more than the limit.
+        """
+        count = self._resumed[0] + new_ones
+        if count != self.count:  # on every rank, and rarely
+            own = "" if self._tally is None else " ".join(map(str, self._tally.rows(self._before)))
+            everyone = collectives.texts_of(own, range(collectives.world_size()))
+            numbers = {int(number) for text in everyone for number in text.rpartition(":")[2].split()}
+            self._numbers = numbers | self._resumed[1]
+        self.count = count
+        if count > (self.limit or 0):
+            raise RunError(
+                f"step {step}: {count} rows of this epoch could not be used, more than max_bad_rows="
+                f"{self.limit}. {'; '.join(self._listed())}. Mend the dataset or raise the limit."
+            )
+
+    def of_epoch(self) -> dict[str, Any] | None:
+        """For the manifest of a checkpoint."""
+        numbers = sorted(self._numbers) if self._has_numbers else []
+        return {"count": self.count, "rows": numbers} if self.count else None
+
+    def say(self) -> None:
+        """At the end of a run: one warning that lists the rows. Every rank must call it."""
+        if not self.limit or self._tally is None:
+            return
+        if listed := [text for text in self._listed() if text]:
+            logger.warning(f"rows of {self._name} that could not be used: {'; '.join(listed)}")
+
+    def _listed(self) -> list[str]:
+        rows = getattr(self._loader, "dataset", None)
+        text = f"{self._tally.count()} rows replaced, {listing(self._tally, rows)}" if self._tally.count() else ""
+        ranks = range(0, collectives.world_size(), self.run.strategy.rows.shared_by)
+        return [text for text in collectives.texts_of(text, ranks) if not text.endswith(": ")]
+
+
+class EarlyStop(EarlyStoppingCallback):
+    """Trainer's, whose count goes on at a resume. An evaluation without the figure (one of several datasets) does not
+    count, nor does one before the first update: at a resume it is of weights that were evaluated before, unless it
+    is made up."""
+
+    started_at = 0  # update
+
+    def __init__(self, patience: int, health: Health):
+        super().__init__(patience)
+        self.health = health
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        super().on_train_begin(args, state, control, **others)
+        self.started_at = state.global_step
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if saved is not None:
+            self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
+            if self.early_stopping_patience_counter >= self.early_stopping_patience:
+                logger.info("the run had ended by early_stopping_patience: nothing is trained. A larger one goes on.")
+                control.should_training_stop = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict, **others: Any) -> None:
+        has_figure = f"eval_{args.metric_for_best_model.removeprefix('eval_')}" in metrics
+        if has_figure and (state.global_step > self.started_at or self.health.makes_up):
+            super().on_evaluate(args, state, control, metrics, **others)

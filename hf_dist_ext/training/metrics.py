@@ -16,6 +16,7 @@ Letters: N rows, Q distinct queries, M distinct documents, D embedding.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -74,11 +75,11 @@ def retrieval_ranks(
     if right is None:
         assert len(queries) == len(documents), (len(queries), len(documents))
         right = torch.arange(len(queries))[:, None].expand(-1, 2)
-    links = _Links(right.to(queries.device), groups, len(queries))
+    right_ones = _right_ones(right.cpu(), groups, len(queries), len(documents))
     ranks: list[list[int]] = []
     for start in range(0, len(queries), rows := max(1, tile // len(documents))):
         scores = scores_of(queries[start : start + rows], documents)  # (rows, M)
-        is_right = links.is_right(start, scores)
+        is_right = right_ones(start, len(scores)).to(scores.device)
         num_right = is_right.sum(dim=1)
         best = scores.masked_fill(scores.isnan() | ~is_right, -torch.inf)
         best = best.topk(min(int(num_right.max()), most or len(documents))).values  # (rows, right documents)
@@ -92,33 +93,25 @@ def retrieval_ranks(
     return ranks
 
 
-class _Links:
-    """Which documents are right for a query: those of all rows that share a key with it, its own or a group's."""
+def _right_ones(right: torch.Tensor, groups: torch.Tensor | None, num_queries: int, num_documents: int) -> Callable:
+    """(first query, how many) -> (rows, M): which documents are right for them, those of all rows that share a key
+    with the query, its own or a group's."""
+    from scipy.sparse import csr_matrix  # takes a moment, and only evaluation needs it
 
-    def __init__(self, right: torch.Tensor, groups: torch.Tensor | None, num_queries: int):
-        query, document = right.T
-        key = query
-        if groups is not None:
-            group = groups.to(key.device).unique(return_inverse=True)[1]
-            query, document, key = query.repeat(2), document.repeat(2), torch.cat([key, num_queries + group])
-        self.documents = document[key.argsort()]  # those of a key stand together
-        self.counts = key.bincount()
-        self.starts = self.counts.cumsum(0) - self.counts
-        num_keys = len(self.counts)
-        pairs = (query * num_keys + key).unique()  # sorted by query
-        self.query, self.key = pairs // num_keys, pairs % num_keys
+    query, document = right.T.numpy()
+    key = query
+    if groups is not None:
+        group = np.unique(groups.cpu().numpy(), return_inverse=True)[1]
+        query, document, key = np.tile(query, 2), np.tile(document, 2), np.concatenate([key, num_queries + group])
+    num_keys, ones = int(key.max()) + 1, np.ones(len(key), dtype=np.int32)
+    of_keys = csr_matrix((ones, (key, document)), shape=(num_keys, num_documents))
 
-    def is_right(self, start: int, scores: torch.Tensor) -> torch.Tensor:
-        """(rows, M) of the queries from `start` on."""
-        first, last = torch.searchsorted(self.query, torch.tensor([start, start + len(scores)], device=scores.device))
-        row, key = self.query[first:last] - start, self.key[first:last]
-        counts = self.counts[key]
-        within = torch.arange(int(counts.sum()), device=scores.device)
-        within = within - (counts.cumsum(0) - counts).repeat_interleave(counts)
-        is_right = torch.zeros_like(scores, dtype=torch.bool)
-        documents = self.documents[self.starts[key].repeat_interleave(counts) + within]
-        is_right[row.repeat_interleave(counts), documents] = True
-        return is_right
+    def of(start: int, rows: int) -> torch.Tensor:
+        here = (query >= start) & (query < start + rows)
+        keys = csr_matrix((ones[here], (query[here] - start, key[here])), shape=(rows, num_keys))
+        return torch.from_numpy((keys @ of_keys).toarray() > 0)
+
+    return of
 
 
 def _first_rows(index: torch.Tensor) -> torch.Tensor:
@@ -194,22 +187,14 @@ def of_loss(loss: Any) -> Callable[[Any], dict[str, float]]:
 def metrics_of_rated_pairs(prediction: Any) -> dict[str, float]:
     """`spearman_cosine`: the correlation of ranks between the pairs' cosines and their labels, as of
     sentence-transformers' EmbeddingSimilarityEvaluator. 0 where all labels or all cosines are equal."""
+    from scipy.stats import spearmanr
+
     first, second = map(torch.from_numpy, prediction.predictions)
     cosines = torch.nn.functional.cosine_similarity(first, second).numpy()
-    found = correlation(average_ranks(cosines), average_ranks(prediction.label_ids))
-    return {"spearman_cosine": 0.0 if math.isnan(found) else found}
-
-
-def correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Pearson's. Not a number when all of one are equal."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return float(np.corrcoef(first, second)[0, 1])
-
-
-def average_ranks(values: np.ndarray) -> np.ndarray:
-    """Equal values share the mean of their places."""
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (counts.cumsum() - (counts - 1) / 2)[place]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one that has equal values alone: the correlation is no number then
+        found, _ = spearmanr(cosines, prediction.label_ids)
+    return {"spearman_cosine": 0.0 if math.isnan(found) else float(found)}
 
 
 def check_can_be_computed(args: Any) -> None:

@@ -98,7 +98,7 @@ class RepeatedUpdate(TrainerCallback):
         trainer.optimizer, trainer.lr_scheduler = made
         may_pack, trainer.state = trainer.step.sizes.may_pack, state
         trainer.step = trainer._make_step()  # which has measured nothing yet
-        trainer.step.sizes.may_pack, trainer.meter = may_pack, StepMeter(lambda: trainer.strategy.rows)
+        trainer.step.sizes.may_pack, trainer.meter = may_pack, StepMeter(trainer)
         trainer.clock.read()
 
     def _buffers(self) -> list[torch.Tensor]:

@@ -5,6 +5,10 @@ evaluating and saving do not. `samples_per_second` over all processes goes into 
 has it with `scaling_baseline` only. That field names the metrics.json of a single process. It is read before the first
 step, and a last line is logged with `scaling_efficiency` = (throughput of N processes / throughput of one) / N.
 
+`measured.json` has what a run took, for `hf-dist plan --compare RUN_DIR`: the seconds of an update, and the memory of
+the process that needs most. On an accelerator that is what torch allocated and reserved at most, on a CPU the most
+that a process held, libraries and the interpreter included.
+
 Equal work per process is what makes the figure mean anything, so another batch per device is warned about. With a loss
 over embeddings the scores grow with N, which this counts as lost.
 """
@@ -12,8 +16,9 @@ over embeddings the scores grow with N, which this counts as lost.
 from __future__ import annotations
 
 import json
+import resource
+import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +27,26 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies import consensus
+from hf_dist_ext.training.running import Running
+
+MEASURED = "measured.json"
 
 logger = logging.get_logger(__name__)
 
 
 class Scaling(TrainerCallback):
-    """`report` is empty until the end, and after a run of one update.
+    """`report` is empty until the end, and after a run of one update. `writes`: what the run took, in a file too."""
 
-    Args:
-        rows: of a forward, (per process, of all processes).
-        stage: the name of the run's stage, None outside of stages.
-        log: the trainer's.
-    """
-
-    def __init__(
-        self,
-        rows: Callable[[], tuple[int, int]],
-        stage: Callable[[], str | None],
-        log: Callable[[dict[str, float]], None],
-    ):
-        self.rows, self.stage, self.log = rows, stage, log
+    def __init__(self, run: Running, writes: bool):
+        self.run, self.writes = run, writes
         self.report: dict[str, float] = {}
         self._since: float | None = None  # of an evaluation without training
 
-    @property
-    def seconds_per_batch(self) -> float | None:
-        """Of all forwards and backwards of a batch, and its share of an update; None before the end."""
-        return self._seconds / self._batches if self.report else None
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.report, self._batches, self._seconds, self._since = {}, 0, 0.0, None
-        path = getattr(args, "scaling_baseline", None)
-        self._baseline = None if path is None else read_baseline(path, self.stage(), self.rows()[0])
+        path, (own, _) = self.run.options.scaling_baseline, self.run.rows_of_micro_batch()
+        self._baseline = None if path is None else read_baseline(path, self.run.stage, own)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._batches += self._since is not None
@@ -80,11 +73,13 @@ class Scaling(TrainerCallback):
             began = time.perf_counter()
             torch.accelerator.synchronize()
             self._seconds += time.perf_counter() - began
-        throughput = self._batches * self.rows()[1] / self._seconds
+        throughput = self._batches * self.run.rows_of_micro_batch()[1] / self._seconds
         self.report = {"samples_per_second": round(throughput, 3)}
         if self._baseline is not None:
             self.report["scaling_efficiency"] = round(throughput / self._baseline / args.world_size, 4)
-            self.log(dict(self.report))
+            self.run.log(dict(self.report))
+        if self.writes:
+            write_measured(args, self._seconds / self._batches)
 
 
 def read_baseline(path: str, stage: str | None, batch: int) -> float:
@@ -110,3 +105,38 @@ def read_baseline(path: str, stage: str | None, batch: int) -> float:
             "and so the figure is not of the processes alone."
         )
     return float(throughput)
+
+
+def write_measured(args: Any, seconds_per_batch: float) -> None:
+    """On rank 0; every rank calls it."""
+    of_ranks = consensus.together(lambda: most_memory(args.device))
+    if args.process_index:
+        return
+    content = {
+        "seconds_per_step": round(seconds_per_batch * args.gradient_accumulation_steps, 6),
+        "processes": args.world_size,
+        "device": device_name(args.device),
+        "memory": {name: max(of_rank[name] for of_rank in of_ranks) for name in of_ranks[0]},
+    }
+    try:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        Path(args.output_dir, MEASURED).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:  # the model is still to be saved
+        logger.warning(f"{MEASURED} is not written, and hf-dist plan --compare will lack it: {error}")
+
+
+def device_name(device: torch.device) -> str:
+    """What the driver calls it; "cpu" for the CPU."""
+    if device.type == "cpu":
+        return "cpu"
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if name is None else name(device)
+
+
+def most_memory(device: torch.device) -> dict[str, int]:
+    """Bytes, by what holds them."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    if not hasattr(module, "max_memory_allocated"):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    return {"allocated": module.max_memory_allocated(device), "reserved": module.max_memory_reserved(device)}

@@ -68,7 +68,7 @@ def _read(name: str, text: str) -> Any:
 def refuse_fields_of_a_model(args: Any) -> None:
     """Where the model is no SentenceTransformer. Raises UsageError."""
     for name in OF_THE_MODEL:
-        if getattr(args, name, None):
+        if getattr(args, name):
             raise UsageError(
                 f"{name}={getattr(args, name)!r} is read by the preprocess of a SentenceTransformer, and the model is "
                 f"none. Give {name} to the data_collator."

@@ -28,16 +28,18 @@ SET_BY_THEM = ("prediction_loss_only", "ddp_broadcast_buffers")
 
 
 def arguments_from(theirs: Any) -> DistTrainingArguments:
-    """`DistTrainingArguments` with every value that SentenceTransformerTrainingArguments, or those of a
-    MultiVectorEncoder, hold.
+    """`DistTrainingArguments` with every value that the arguments of another trainer hold: Trainer's, or
+    sentence-transformers' of a SentenceTransformer or MultiVectorEncoder.
 
     Raises:
         UsageError: a field that DistTrainer does not know has a value of its own.
     """
+    is_theirs = hasattr(theirs, "batch_sampler")
+    set_by_them = SET_BY_THEM if is_theirs else ()
     known, given = {field.name for field in dataclasses.fields(DistTrainingArguments) if field.init}, {}
     for field in dataclasses.fields(theirs):
         value = getattr(theirs, field.name)
-        if not field.init or field.name in SET_BY_THEM or _is_default(field, value):
+        if not field.init or field.name in set_by_them or _is_default(field, value):
             continue
         if field.name not in known:
             raise UsageError(
@@ -45,10 +47,11 @@ def arguments_from(theirs: Any) -> DistTrainingArguments:
                 "it out, or give DistTrainingArguments."
             )
         given[field.name] = value
-    given["batch_sampler"] = theirs.batch_sampler  # whose default is none of ours
+    if is_theirs:  # the default is none of ours
+        given["batch_sampler"] = theirs.batch_sampler
     for name in ("prompts", "router_mapping", "learning_rate_mapping"):
         given[name] = given.get(name) or None
-    if theirs.dataloader_drop_last and theirs.world_size > 1:
+    if is_theirs and theirs.dataloader_drop_last and theirs.world_size > 1:
         logger.info("dataloader_drop_last=True, which sentence-transformers sets on several processes.")
     return DistTrainingArguments(**given)
 

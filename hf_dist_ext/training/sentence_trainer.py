@@ -117,7 +117,7 @@ def converted(given: dict[str, Any]) -> dict[str, Any]:
     is_theirs = _is_theirs(args)
     if args is None:
         args = DistTrainingArguments(output_dir="tmp_trainer")
-    elif is_theirs:
+    elif is_theirs or not (isinstance(args, DistTrainingArguments) or loss is None):
         args = arguments_from(args)
     given = {**given, "args": args}
     init = given.get("model_init")
@@ -127,10 +127,7 @@ def converted(given: dict[str, Any]) -> dict[str, Any]:
     if not is_of_sentence_transformers(model):
         return given
     if not isinstance(args, DistTrainingArguments):
-        raise UsageError(
-            f"args is a {type(args).__name__}. A {type(model).__name__} is trained with DistTrainingArguments or "
-            "SentenceTransformerTrainingArguments; the fields are the same."
-        )
+        given["args"] = args = arguments_from(args)
     given["loss"] = _loss_of_sources(as_loss(loss, model), given)  # (1)
     given |= _data_of(model, args, given)
     _take_chunks(args, given["loss"])

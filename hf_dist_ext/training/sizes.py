@@ -7,8 +7,10 @@ size changes a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from transformers.utils import logging
 from hf_dist_ext import launched, policy
 from hf_dist_ext.checkpoints import host_memory
 from hf_dist_ext.data.order import StandIn
+from hf_dist_ext.data.tokens import without_rows
 from hf_dist_ext.engine.budget import ChunkBudget, longest_row
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.combined_losses import num_columns_of
@@ -27,11 +30,11 @@ from hf_dist_ext.engine.gradient_cache import REPLAY, Phase
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.outputs import Output, RowSize, tensors_of
 from hf_dist_ext.engine.replay import RandomState
+from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token, has_frozen_backbone
 from hf_dist_ext.models.embedder import Embedder
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.training import all_columns, compiling
+from hf_dist_ext.training import compiling
 from hf_dist_ext.training.ahead import Batch, CutRequest, Cuts, Cutter, SharedCutRequest, cut_ahead
 from hf_dist_ext.training.out_of_memory import (
     ALL_GRAPHS,
@@ -42,6 +45,7 @@ from hf_dist_ext.training.out_of_memory import (
     is_lack_of_memory,
     place_out_of_memory,
 )
+from hf_dist_ext.training.running import Running
 
 logger = logging.get_logger(__name__)
 
@@ -101,29 +105,15 @@ class Layout(NamedTuple):
 
 
 class StepSizes:
-    """Made once for a trainer with a loss over embeddings.
+    """Made once for a model that is trained with a loss over embeddings.
 
     Args:
-        loss, model, strategy: those of the trainer now; the model without its wrappers.
-        progress: (finished updates, those of this run's checkpoint) now.
         fitting: the sizes that memory has left; None without a gradient cache.
-        embedder: of the model.
         has_stand_in: rows without images run the vision layers too.
     """
 
-    def __init__(
-        self,
-        args: Any,
-        loss: Callable[[], Callable],
-        model: Callable[[], nn.Module],
-        strategy: Callable[[], Strategy],
-        progress: Callable[[], tuple[int, int]],
-        fitting: FittingSizes | None,
-        embedder: Embedder,
-        has_stand_in: bool,
-    ):
-        self.args, self.loss, self.model, self.strategy = args, loss, model, strategy
-        self.progress, self.fitting = progress, fitting
+    def __init__(self, run: Running, fitting: FittingSizes | None, embedder: Embedder, has_stand_in: bool):
+        self.run, self.args, self.fitting = run, run.args, fitting
         self.embedder, self.has_stand_in = embedder, has_stand_in
         self.takes_column = embedder.takes_column
         self.budget = self._make_budget()
@@ -134,8 +124,8 @@ class StepSizes:
 
     def _make_budget(self) -> ChunkBudget | None:
         args = self.args
-        encodes_once, finds_size = self.encodes_once(self.model()), args.gradient_cache_chunk_size == "auto"
-        keeps = args.num_kept_graphs == "auto" and not encodes_once  # no chunk has a graph to keep
+        finds_size = args.gradient_cache_chunk_size == "auto"
+        keeps = args.num_kept_graphs == "auto" and not self.encodes_once  # no chunk has a graph to keep
         if not args.uses_gradient_cache or not (finds_size or keeps):
             return None
         gib = args.gradient_cache_memory_gib
@@ -143,15 +133,27 @@ class StepSizes:
         if gib is None and args.device.type == "cpu":
             free = host_memory.available_bytes() / launched.processes_here(launched.processes())
             memory = min(MOST_ON_CPU, int(free * SHARE_ON_CPU))
-        budget = ChunkBudget(args.device, memory, lambda: self.model().parameters(), finds_size, keeps)
-        if encodes_once:
-            budget.forward_bytes = forward_bytes_per_token(self.model().config)
+        budget = ChunkBudget(args.device, memory, lambda: self.run.bare_model.parameters(), finds_size, keeps)
+        if self.encodes_once:
+            budget.forward_bytes = forward_bytes_per_token(self.run.bare_model.config)
         return budget
 
-    def encodes_once(self, model: nn.Module) -> bool:
+    def begin(self) -> None:
+        """A training, whose steps have in common what was worked out for those before it."""
+        for name in ("encodes_once", "gathers_early", "is_checkpointed", "_cutter", "_given_limits"):
+            vars(self).pop(name, None)
+
+    @cached_property
+    def encodes_once(self) -> bool:
         """Whether no chunk has a graph, as all that encodes is frozen."""
-        is_whole = not self.strategy().is_cut
-        return self.args.uses_gradient_cache and is_whole and has_frozen_backbone(model)
+        is_whole = not self.run.strategy.is_cut
+        return self.args.uses_gradient_cache and is_whole and has_frozen_backbone(self.run.bare_model)
+
+    @cached_property
+    def is_checkpointed(self) -> bool:
+        """Whether layers give up their activations and are run again: by transformers or by FSDP."""
+        modules = self.run.bare_model.modules()
+        return any(getattr(m, "gradient_checkpointing", False) or isinstance(m, CheckpointWrapper) for m in modules)
 
     def is_measured(self, is_first: bool) -> bool:
         """Whether the step that begins is. `is_first`: of an update."""
@@ -175,14 +177,14 @@ class StepSizes:
                 layout = self.cut(batch, is_first, ahead)
             if self.fitting is None or not is_first or not layout.is_larger:
                 return layout
-            if (bare := self.strategy().bare_to_try(wrapped)) is None:
+            if (bare := self.run.strategy.bare_to_try(wrapped)) is None:
                 return layout
             place = self._place_out_of_memory(bare, encode, layout)
             left = layout.left_to_shrink()
             answer = [PLACES.index(place) if place else -1, left["can_halve"], left["num_kept"]]
             everyone = collectives.exchange(answer)
             failed = [rank for rank, (number, *_) in enumerate(everyone) if number >= 0]
-            step, first = self.progress()
+            step, first = self.run.progress()
             if not failed:
                 if step > first:  # the optimizer's state exists
                     self._proven = [max(pair) for pair in zip(self._proven, layout.demand, strict=True)]
@@ -192,12 +194,12 @@ class StepSizes:
 
     def _probes(self, layout: Layout) -> bool:
         """Whether the size of chunks is looked for before the step. All ranks answer alike."""
-        if self.budget is None or self.strategy().forwards_are_collective or self.encodes_once(self.model()):
+        if self.budget is None or self.run.strategy.forwards_are_collective or self.encodes_once:
             return False
         return self.budget.probes(max(map(sum, zip(*layout.counts.values(), strict=True))))
 
     def _to_probe(self, wrapped: nn.Module) -> nn.Module | None:
-        return wrapped if collectives.world_size() == 1 else self.strategy().bare_to_try(wrapped)
+        return wrapped if collectives.world_size() == 1 else self.run.strategy.bare_to_try(wrapped)
 
     def _probe(self, bare: nn.Module, encode: Callable[..., Output], batch: Batch, ahead: Cuts | None) -> None:
         """Forward and backward of one chunk of every kind, in ever larger chunks, while the budget measures; each
@@ -227,15 +229,14 @@ class StepSizes:
         empty_cache(self.args.device)
 
     def _place_out_of_memory(self, bare: nn.Module, encode: Callable[..., Output], layout: Layout) -> str | None:
-        state, encodes_once = RandomState(), self.encodes_once(bare)
-        more = {"stops_at_pooled": True} if encodes_once else {}
+        state, more = RandomState(), {"stops_at_pooled": True} if self.encodes_once else {}
         place = place_out_of_memory(
             lambda chunk: encode(bare, chunk, **more),
             layout.chunked,
             layout.wide,
             layout.left_to_shrink()["num_kept"],
-            lambda size: layout.loss_bytes(self.loss(), size),
-            has_graph=not encodes_once,
+            lambda size: layout.loss_bytes(self.run.loss, size),
+            has_graph=not self.encodes_once,
         )
         for parameter in bare.parameters():
             parameter.grad = None
@@ -246,7 +247,7 @@ class StepSizes:
     def cut(self, batch: Batch, is_first: bool, ahead: Cuts | None = None, is_completed: bool = False) -> Layout:
         """This rank's batch in chunks; every number that decides what a step does is the same on all ranks.
         `is_completed`: it was given columns that other ranks have."""
-        cutter = self._cutter()
+        cutter = self._cutter
         if ahead is not None and ahead.are_of(batch):
             cuts = ahead.of(batch)
         else:
@@ -265,21 +266,21 @@ class StepSizes:
         needed = [(plan or chunked).num_chunks(by_vision) for plan in plans]
         layout = Layout(chunked, wide, {name: [rows[name]] for name in rows}, self._num_kept_graphs(chunked))
         needs_more = any(now > ALIKE * before for now, before in zip(layout.demand, self._proven, strict=True))
-        numbers = [all_columns.digest(rows), self.may_widen, layout.num_kept, needs_more]
+        numbers = [columns_digest(rows), self.may_widen, layout.num_kept, needs_more]
         everyone = collectives.exchange([*numbers, *rows.values(), *chain(*needed)])
         if len({columns for columns, *_ in everyone}) > 1:
-            batch = all_columns.completed(batch)
+            batch = with_columns_of_all_ranks(batch)
             return self.cut(batch, is_first, is_completed=True)
         _, may_widen, num_kept, is_larger, *_ = zip(*everyone, strict=True)
         self.may_widen = all(may_widen)
         # Every rank runs as many as the one that needs most.
-        if self.strategy().forwards_are_collective:
+        if self.run.strategy.forwards_are_collective:
             most = [max(numbers) for numbers in zip(*(row[4 + len(rows) :] for row in everyone), strict=True)]
             for plan, own in zip(plans, needed, strict=True):
                 if plan is chunked or self.may_widen:
                     plan.agree(most[: len(own)], by_vision)
                 most = most[len(own) :]
-        of_each = self.strategy().rows.one_of_each(everyone)
+        of_each = self.run.strategy.rows.one_of_each(everyone)
         counts = {name: [row[4 + i] for row in of_each] for i, name in enumerate(rows)}
         wide = wide if self.may_widen else None
         return Layout(chunked, wide, counts, min(num_kept), any(is_larger), batch, is_completed)
@@ -287,10 +288,11 @@ class StepSizes:
     def cut_ahead(self, loader: Any) -> None:
         """Let the batches of a loader be cut where it makes them."""
         self.request = SharedCutRequest(self._request())
-        cut_ahead(loader, self._cutter(), self.request, num_columns_of(self.loss()))
+        cut_ahead(loader, self._cutter, self.request, num_columns_of(self.run.loss))
 
+    @cached_property
     def _cutter(self) -> Cutter:
-        model = self.model()
+        model = self.run.bare_model
         config = getattr(model, "config", None)
         is_chunked = self.args.uses_gradient_cache
         options = {
@@ -305,38 +307,37 @@ class StepSizes:
         }
         return Cutter(options, self.args.gradient_cache_packing)
 
-    @property
-    def gathers(self) -> bool:
-        """Whether the loss sees the columns of several ranks."""
-        strategy = self.strategy()
-        return strategy.rows.size > 1 and not strategy.is_cut and getattr(self.loss(), "cross_device_negatives", True)
-
-    @property
+    @cached_property
     def gathers_early(self) -> bool:
-        """Whether a column may be sent while others are encoded. Where a forward waits for other ranks, all ranks must
-        send it between the same chunks: columns with towers of their own make as many of them on all."""
-        if self.strategy().forwards_are_collective:
-            return self.gathers and self.takes_column and not self.has_stand_in
-        return self.gathers
+        """Whether a column may be sent while others are encoded: where the loss sees those of several ranks. Where a
+        forward waits for other ranks, all must send it between the same chunks: columns with towers of their own make
+        as many of them on all."""
+        strategy = self.run.strategy
+        gathers = strategy.rows.size > 1 and getattr(self.run.loss, "cross_device_negatives", True)
+        alike = not strategy.forwards_are_collective or (self.takes_column and not self.has_stand_in)
+        return gathers and alike and not strategy.is_cut
 
     def _request(self) -> CutRequest:
         """Before the budget has its say."""
         return CutRequest(self._limits(), self._widening() if self.may_widen else 1)
 
-    def _limits(self) -> ChunkLimits:
+    @cached_property
+    def _given_limits(self) -> ChunkLimits:
         args = self.args
         if not args.uses_gradient_cache:
             return ChunkLimits()
         size = None if args.gradient_cache_chunk_size == "auto" else args.gradient_cache_chunk_size
         tokens, patches = args.gradient_cache_chunk_tokens, args.gradient_cache_chunk_patches
-        multiple, has_buckets = args.gradient_cache_width_multiple, compiling.has_buckets(args, self.model())
-        limits = ChunkLimits(size, tokens, multiple, patches, self.may_pack, has_buckets)
-        return limits if self.fitting is None else limits.scaled(self.fitting.now.share)
+        multiple, has_buckets = args.gradient_cache_width_multiple, compiling.has_buckets(args, self.run.bare_model)
+        return ChunkLimits(size, tokens, multiple, patches, self.may_pack, has_buckets)
+
+    def _limits(self) -> ChunkLimits:
+        return self._given_limits if self.fitting is None else self._given_limits.scaled(self.fitting.now.share)
 
     def _limits_of_budget(self, chunked: ChunkedBatch, is_first: bool) -> ChunkLimits:
         budget, was_measuring = self.budget, self.budget.is_measuring
         if torch.is_grad_enabled() and is_first:
-            budget.propose(may_settle=self.progress()[0] > 0)
+            budget.propose(may_settle=self.run.progress()[0] > 0)
         everyone = collectives.exchange([longest_row(chunked), budget.proposed])
         longest, tokens = max(row[0] for row in everyone), min(row[1] for row in everyone)
         limits = budget.limits(longest, tokens, self._limits(), self.fitting.now.share)
@@ -354,12 +355,12 @@ class StepSizes:
         """How many times larger the chunks of the pass without a graph are."""
         if not self.args.uses_gradient_cache or not self.fitting.now.widens:
             return 1
-        if self.strategy().is_cut:
+        if self.run.strategy.is_cut:
             return 1  # fewer chunks would leave more ranks idle
         if self.budget is not None and self.budget.forward_bytes is not None:
             return 1  # the size was found for this very pass
-        num_layers = getattr(getattr(self.model(), "config", None), "num_hidden_layers", None)
-        return policy.widening(num_layers, is_checkpointed(self.model()))
+        num_layers = getattr(getattr(self.run.bare_model, "config", None), "num_hidden_layers", None)
+        return policy.widening(num_layers, self.is_checkpointed)
 
     def _num_kept_graphs(self, chunked: ChunkedBatch) -> int:
         if not self.args.uses_gradient_cache:
@@ -376,8 +377,37 @@ def _padding_token(config: Any) -> int:
     return getattr(text, "pad_token_id", None) or 0
 
 
-def is_checkpointed(model: nn.Module) -> bool:
-    """Whether layers give up their activations and are run again: by transformers or by FSDP."""
-    return any(
-        getattr(m, "gradient_checkpointing", False) or isinstance(m, CheckpointWrapper) for m in model.modules()
-    )
+# ---- columns that some ranks lack: hard negatives, which none of a rank's rows has. The rank gets the column without
+# rows, so that all gather the same columns in the same order, as one process with the rows of all would see them. ----
+
+
+def columns_digest(names: Iterable[str]) -> int:
+    """One number for the names and their order."""
+    content = "\0".join(names).encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
+
+
+def names_of_all_ranks(names: Iterable[str]) -> list[str]:
+    """The names that any rank has, in the order of the rank that has most. Every rank calls it."""
+    everyone = [bytes(said).decode() for said in collectives.exchange(list("\0".join(names).encode()))]
+    of_ranks = [said.split("\0") if said else [] for said in everyone]
+    return list(dict.fromkeys(name for own in sorted(of_ranks, key=len, reverse=True) for name in own))
+
+
+def with_columns_of_all_ranks(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch with the columns of all ranks. Every rank calls it. A column that no row here has is one of negatives,
+    which are read as positives are.
+
+    Raises:
+        UsageError: the ranks have other anchors or positives.
+    """
+    pairs, names, found = names_of_all_ranks(list(batch)[:2]), names_of_all_ranks(batch), dict(batch)
+    if len(pairs) > 2:
+        raise UsageError(
+            f"the batches of the processes have other columns: {list(batch)} here, {names} together. The first two, "
+            "anchor and positive, must be the same on all of them. Give every row the same columns, in one order."
+        )
+    for name in names:
+        if name not in batch:
+            found[name] = without_rows(batch[list(batch)[-1]])
+    return type(batch)({name: found[name] for name in names})

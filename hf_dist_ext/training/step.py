@@ -46,13 +46,13 @@ from hf_dist_ext.models.embedder import check_embeddings
 from hf_dist_ext.models.masks import padding_is_known
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.rows import EarlyGather, GatheredColumns, row_weight
-from hf_dist_ext.training import all_columns, compiling
+from hf_dist_ext.training import compiling
 from hf_dist_ext.training.ahead import Cuts
 from hf_dist_ext.training.out_of_memory import empty_cache, is_lack_of_memory
 from hf_dist_ext.training.packing import has_prompt_tokens
 from hf_dist_ext.training.replay_causes import States, found_causes
-from hf_dist_ext.training.sizes import Batch, Layout, StepSizes, is_checkpointed
-from hf_dist_ext.training.timing import StepClock
+from hf_dist_ext.training.running import Running
+from hf_dist_ext.training.sizes import Batch, Layout, StepSizes, names_of_all_ranks
 
 NOT_OF_LOSS = ("row", SOURCE)  # of a batch's ids: for reports
 
@@ -80,24 +80,10 @@ class EvaluatedBatch(NamedTuple):
 
 
 class EmbeddingStep:
-    """Made once for a trainer. The model is called as it is given, in its wrappers.
+    """Made once for a model. It is called as it is given, in its wrappers; `sizes` are those of a step."""
 
-    Args:
-        sizes: those of a step; what is read of a run beside is theirs too.
-        prepare: a batch of the data loader -> the batch on the device.
-        precision: context around every forward.
-        clock: measures the parts of a step.
-    """
-
-    def __init__(
-        self,
-        sizes: StepSizes,
-        prepare: Callable[[Any], Any],
-        precision: Callable[[], AbstractContextManager],
-        clock: StepClock,
-    ):
-        self.sizes, self.prepare, self.precision, self.clock = sizes, prepare, precision, clock
-        self.args, self.strategy = sizes.args, sizes.strategy
+    def __init__(self, run: Running, sizes: StepSizes):
+        self.run, self.args, self.sizes = run, run.args, sizes
         self.layout: Layout | None = None  # of the batch that runs
         self._accumulated = 1  # batches of the update that runs
         self._gradients_are_used = True  # those of the loss's own parameters
@@ -110,18 +96,15 @@ class EmbeddingStep:
         self._constants: Mapping[str, Mapping[str, Any]] = {}  # of the batch that runs
         self._asked: dict[str | None, frozenset[str]] = {}  # source -> columns that its loss reads of all ranks
 
-    @property
-    def loss(self) -> Callable:
-        return self.sizes.loss()
-
     # ---- training ----
 
     def begin(self) -> None:
         """A training: what one that was interrupted has left in the loss's gradients is dropped with the next batch,
         as Trainer drops the model's."""
         self._gradients_are_used = self._is_first_update = True
+        self.sizes.begin()
 
-    def run(
+    def train(
         self, model: nn.Module, inputs: Any, earlier: Sequence[Any], accumulated: int, is_last: bool
     ) -> tuple[CachedStep, Layout]:
         """One batch: gradients are added up, and complete on all ranks after the last batch of an update.
@@ -132,9 +115,9 @@ class EmbeddingStep:
             accumulated: batches of this update.
             is_last: the batch is the last one of the update.
         """
-        strategy, own = self.strategy(), loss_parameters(self.loss)
-        if self._gradients_are_used and isinstance(self.loss, nn.Module):
-            self.loss.zero_grad()
+        strategy, own = self.run.strategy, loss_parameters(self.run.loss)
+        if self._gradients_are_used and isinstance(self.run.loss, nn.Module):
+            self.run.loss.zero_grad()
         self._accumulated = accumulated
         batch, facts = self._split(inputs)
         strategy.begin_step()
@@ -151,7 +134,7 @@ class EmbeddingStep:
         """Where memory runs out and the step can be run again, the update so far is dropped, and its batches are run
         again in smaller chunks from the random state before it."""
         if not earlier:
-            self._states, self._is_first_update = States(self.sizes.model()) if self._is_first_update else None, False
+            self._states, self._is_first_update = States(self.run.bare_model) if self._is_first_update else None, False
             self._before_update = RandomState()
             self._buffers_before = [] if self.sizes.fitting is None else [b.clone() for b in self._buffers()]
         again: list[Any] = []
@@ -165,11 +148,11 @@ class EmbeddingStep:
             except Exception as error:
                 if fitting is None or self.layout is None or not is_lack_of_memory(error):
                     raise
-                if not self.strategy().can_redo:
+                if not self.run.strategy.can_redo:
                     raise fitting.end_run(self._number, **self.layout.left_to_shrink()) from error
             # After the except block: the error holds the tensors of every frame it passed.
             fitting.shrink(fitting.place, self._number, [0], **self.layout.left_to_shrink())
-            for parameter in chain(model.parameters(), loss_parameters(self.loss)):
+            for parameter in chain(model.parameters(), loss_parameters(self.run.loss)):
                 parameter.grad = None
             self._before_update.restore()
             for buffer, before in zip(self._buffers(), self._buffers_before, strict=True):
@@ -179,10 +162,10 @@ class EmbeddingStep:
 
     def _buffers(self) -> list[torch.Tensor]:
         """Those of the loss, which a step may write to."""
-        return list(self.loss.buffers()) if isinstance(self.loss, nn.Module) else []
+        return list(self.run.loss.buffers()) if isinstance(self.run.loss, nn.Module) else []
 
     def _attempt(self, model: nn.Module, batch: Batch, facts: RowFacts, is_first: bool) -> CachedStep:
-        sizes, strategy, budget, bare = self.sizes, self.strategy(), self.sizes.budget, self.sizes.model()
+        sizes, strategy, budget, bare = self.sizes, self.run.strategy, self.sizes.budget, self.run.bare_model
         self._constants = facts.constants
         layout = self.layout = sizes.fit(model, self._encode, batch, is_first, facts.cuts)
         frozen = sizes.embedder.frozen_columns(layout.batch, facts.constants or {})
@@ -199,7 +182,7 @@ class EmbeddingStep:
 
         with budget.measured_step() if is_measured else nullcontext():
             to_train, phase = chunked, functools.partial(self._phase, is_measured, is_measured)
-            if sizes.encodes_once(bare):
+            if sizes.encodes_once:
                 to_pooled = functools.partial(encode, stops_at_pooled=True)
                 to_train, wide = batch_of_pooled(encode_without_graph(wide or chunked, to_pooled, phase)), None
                 phase = functools.partial(self._phase, False, is_measured)
@@ -210,7 +193,7 @@ class EmbeddingStep:
                 score,
                 backward=self._backward,
                 phase=phase,
-                loss_parameters=loss_parameters(self.loss),
+                loss_parameters=loss_parameters(self.run.loss),
                 keep_graph=layout.num_kept,
                 backward_together=strategy.waits_for_all,
                 last_reaches_all=not sizes.has_stand_in and strategy.max_live_graphs is None,
@@ -228,7 +211,7 @@ class EmbeddingStep:
         """By how much the embeddings of pass 3 may differ. `was_wider`: pass 1 had larger chunks. A compiled model has
         kernels of its own for a pass without gradients."""
         kind, dtypes = self.args.device.type, {p.dtype for p in bare.parameters() if p.dtype.is_floating_point}
-        with self.precision():
+        with self.run.precision():
             if torch.is_autocast_enabled(kind):
                 dtypes.add(torch.get_autocast_dtype(kind))
         if kind == "cuda" and compiling.multiplies_in_tf32():
@@ -240,7 +223,7 @@ class EmbeddingStep:
         """Why embeddings of a chunk of the last batch differ when they are encoded again, in words; "" where encoding
         it shows nothing, is not one forward of each rank (pipelines), or after the first update. Every rank calls it
         with the same numbers."""
-        strategy = self.strategy()
+        strategy = self.run.strategy
         if self.layout is None or self._states is None or strategy.is_cut:
             return ""
         chunks = self.layout.chunked.chunks()
@@ -251,17 +234,17 @@ class EmbeddingStep:
         with self._sharing_casts():
             recording = lambda: strategy.phase(Phase(KEEP, chunks[worst]))  # noqa: E731
             own = found_causes(encode, worst, other, self._states, most, recording)
-        self.sizes.model().state_dict(keep_vars=True)  # no backward has followed: FSDP2 frees its whole weights here
+        self.run.bare_model.state_dict(keep_vars=True)  # no backward has followed: FSDP2 frees its whole weights here
         return "; ".join(dict.fromkeys(cause for found in collectives.everyones(own) for cause in found))
 
     def _sharing_casts(self) -> AbstractContextManager:
-        return self.strategy().sharing_casts(is_checkpointed(self.sizes.model()))
+        return self.run.strategy.sharing_casts(self.sizes.is_checkpointed)
 
     @contextmanager
     def _phase(self, measures_chunks: bool, measures_score: bool, phase: Phase) -> Iterator[None]:
         """Whoever watches the parts of a step. A score has collectives of its own."""
         with ExitStack() as watched:
-            watched.enter_context(self.clock.phase(phase))
+            watched.enter_context(self.run.clock.phase(phase))
             if phase.kind == WHOLE_PASS:
                 yield
                 return
@@ -272,15 +255,15 @@ class EmbeddingStep:
             if phase.kind == SCORE:
                 watched.enter_context(compiling.scores_in_float32(self.args))
             else:
-                watched.enter_context(self.strategy().phase(phase))
+                watched.enter_context(self.run.strategy.phase(phase))
             yield
 
     @property
     def _number(self) -> int:
-        return self.sizes.progress()[0] + 1
+        return self.run.progress()[0] + 1
 
     def _backward(self, loss: torch.Tensor) -> None:
-        strategy = self.strategy()
+        strategy = self.run.strategy
         others_follow = self.args.torch_compile and not strategy.completes
         with compiling.own_gradients(strategy.model.parameters()) if others_follow else nullcontext():
             strategy.backward(loss / self._accumulated, self._own_loss)
@@ -294,7 +277,7 @@ class EmbeddingStep:
         layout = self.sizes.cut(batch, is_first=False, ahead=facts.cuts)
         facts = self._completed(facts, layout)
         embeddings = self._encoded(model, layout)
-        with compiling.scores_in_float32(self.args), _evaluating(self.loss):
+        with compiling.scores_in_float32(self.args), _evaluating(self.run.loss):
             loss, _ = self._score(embeddings, facts._replace(ids=self._ids_of_all(facts, layout)), layout)
         return EvaluatedBatch(
             loss, {name: compared(rows, self._loss_of(facts)) for name, rows in embeddings.items()}, facts
@@ -307,7 +290,7 @@ class EmbeddingStep:
         its columns. Every rank calls it, without a gradient and with the same columns."""
         self._constants = constants or {}
         found = self._encoded(model, self.sizes.cut(batch, is_first=False))
-        return {name: compared(output, self.loss) for name, output in found.items()}
+        return {name: compared(output, self.run.loss) for name, output in found.items()}
 
     def forward_of_stages(self, model: nn.Module, features: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """What a SentenceTransformer gives, of a model whose layers are on other ranks too: a forward of all ranks."""
@@ -319,7 +302,7 @@ class EmbeddingStep:
         chunked = layout.wide or layout.chunked  # no graph is held
         encode, phase = functools.partial(self._encode, model), lambda phase: nullcontext()
         with self._sharing_casts():
-            found = self.strategy().encoded(chunked, encode, phase)
+            found = self.run.strategy.encoded(chunked, encode, phase)
         as_float = lambda rows: rows.float() if rows.is_floating_point() else rows  # noqa: E731
         return {name: each(output, as_float) for name, output in found.items()}
 
@@ -327,7 +310,7 @@ class EmbeddingStep:
 
     def _split(self, inputs: Any) -> tuple[Batch, RowFacts]:
         """A batch's columns on the device, but for those that the loss does not read."""
-        batch, facts = split(self.prepare(inputs))
+        batch, facts = split(self.run._prepare_inputs(inputs))
         unread = list(batch)[getattr(self._loss_of(facts), "num_columns", None) or len(batch) :]
         if not unread:
             return batch, facts
@@ -338,9 +321,9 @@ class EmbeddingStep:
         constants = self._constants.get(chunk.columns[0]) if chunk.columns else None
         # What is compiled would be compiled again for each answer; a CPU answers at once.
         is_asked = not self.args.torch_compile and self.args.device.type != "cpu"
-        with self.precision(), padding_is_known(chunk.is_full if is_asked else None):
+        with self.run.precision(), padding_is_known(chunk.is_full if is_asked else None):
             embeddings = self.sizes.embedder.call(model, chunk.features, chunk.column, constants, **more)
-        check_embeddings(embeddings, self.sizes.model(), chunk.num_computed)
+        check_embeddings(embeddings, self.run.bare_model, chunk.num_computed)
         if not self.args.torch_compile:
             return embeddings
         # A compiled model may run as a CUDA graph, whose next replay writes into the same memory.
@@ -350,7 +333,7 @@ class EmbeddingStep:
         """With ids, of no row, of columns that this rank's batch lacked, and with what the loss wants to know of the
         features themselves, such as a frozen guide's embeddings: once per step."""
         if layout.is_completed and facts.ids is not None:
-            names, no_row = all_columns.of_all_ranks(facts.ids), next(iter(facts.ids.values()))[:0]
+            names, no_row = names_of_all_ranks(facts.ids), next(iter(facts.ids.values()))[:0]
             facts = facts._replace(ids={name: facts.ids.get(name, no_row) for name in names})
         loss = self._loss_of(facts)
         if not hasattr(loss, "targets_of"):
@@ -360,7 +343,7 @@ class EmbeddingStep:
     def _ids_of_all(self, facts: RowFacts, layout: Layout) -> Mapping[str, torch.Tensor] | None:
         """Those of all rows that the loss compares own rows with. A step asks before its first forward, so that the
         host knows which ids repeat when the loss asks."""
-        ids, counts, ranks, loss = facts.ids, layout.counts, self.strategy().rows, self._loss_of(facts)
+        ids, counts, ranks, loss = facts.ids, layout.counts, self.run.strategy.rows, self._loss_of(facts)
         if ids is None:
             return None
         if ranks.size > 1 and getattr(loss, "cross_device_negatives", True):
@@ -371,7 +354,7 @@ class EmbeddingStep:
         return RowIds(ids, list(counts)) if any(getattr(p, "mask_false_negatives", False) for p in parts) else ids
 
     def _loss_of(self, facts: RowFacts) -> Callable:
-        return loss_of(self.loss, facts.source)
+        return loss_of(self.run.loss, facts.source)
 
     def _early_gather(self, layout: Layout, facts: RowFacts) -> EarlyGather | None:
         """Of the columns that the loss of these rows read from other ranks in the step before."""
@@ -380,11 +363,11 @@ class EmbeddingStep:
             return None
         anchor, *candidates = layout.counts
         order = [name for name in (*candidates, anchor) if name in asked]
-        return EarlyGather(self.strategy().rows, order, layout.counts)
+        return EarlyGather(self.run.strategy.rows, order, layout.counts)
 
     def _lengths(self, layout: Layout, column: str, rows: int) -> np.ndarray | None:
         """Tokens of the first rows, where the model gives a vector for each and the host knows how many these are."""
-        if not self.sizes.embedder.gives_every_token or has_prompt_tokens(self.sizes.model()):
+        if not self.sizes.embedder.gives_every_token or has_prompt_tokens(self.run.bare_model):
             return None
         found = layout.chunked.lengths(column)
         return None if found is None else found[:rows]
@@ -400,7 +383,7 @@ class EmbeddingStep:
         as if its row were the first of all, so that every rank asks for the same columns, and weighs nothing.
 
         facts: with ids of `_ids_of_all`."""
-        anchor, ranks, counts = next(iter(embeddings)), self.strategy().rows, layout.counts
+        anchor, ranks, counts = next(iter(embeddings)), self.run.strategy.rows, layout.counts
         own = {name: of_ranks[ranks.index] for name, of_ranks in counts.items()}
         everyone, row_offset, (ids, targets, *_), scores = None, 0, facts, self._loss_of(facts)
         if ranks.size > 1 and getattr(scores, "cross_device_negatives", True):

@@ -48,7 +48,7 @@ from hf_dist_ext.models.embedder import embedder_of, is_of_sentence_transformers
 from hf_dist_ext.run import lease
 from hf_dist_ext.run.preemption import remove_mark
 from hf_dist_ext.strategies import choose, collectives
-from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.base import Strategy, meanwhile
 from hf_dist_ext.strategies.tensors import bare_optimizer
 from hf_dist_ext.training import (
     ahead,
@@ -56,7 +56,6 @@ from hf_dist_ext.training import (
     checks,
     compiling,
     learning_rate,
-    loss_scale,
     metrics,
     packing,
     same_run,
@@ -66,16 +65,13 @@ from hf_dist_ext.training import (
 )
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.audit import AuditReport
-from hf_dist_ext.training.early_stopping import EarlyStop
-from hf_dist_ext.training.health import Health, LeaveEvaluation
-from hf_dist_ext.training.measured import MeasurementCallback
-from hf_dist_ext.training.meter import MetricsFile, StepMeter
+from hf_dist_ext.training.health import EarlyStop, Health, LeaveEvaluation
+from hf_dist_ext.training.meter import OF_OWN_LOSS, PARTS, MetricsFile, Profiler, StepClock, StepMeter
 from hf_dist_ext.training.out_of_memory import FittingSizes
-from hf_dist_ext.training.own_loss import OwnLossStep
+from hf_dist_ext.training.own_loss import ItemsWatch, OwnLossStep
 from hf_dist_ext.training.scaling import Scaling
 from hf_dist_ext.training.sizes import StepSizes
 from hf_dist_ext.training.step import EmbeddingStep
-from hf_dist_ext.training.timing import OF_OWN_LOSS, PARTS, Profiler, StepClock
 
 logger = logging.get_logger(__name__)
 
@@ -113,6 +109,8 @@ class DistTrainer(Trainer):
     step: EmbeddingStep = None  # type: ignore[assignment]  # None without a loss
     own_loss: OwnLossStep | None = None
     _new_loss: dict[str, Any] | None = None  # the state of a loss that begins anew with every model
+    stage: str | None = None  # the name of the run's
+    _is_begun = True  # what a `train()` begins with; a loader that somebody asks for begins none
     _optimizer_name: str | None = None
     _rate_names: Sequence[str] = ()  # of the optimizer's groups
     _rates: Mapping[str, float] = {}  # of these
@@ -149,11 +147,13 @@ class DistTrainer(Trainer):
         embeddings adds to them."""
         checks.warn_of_untested_versions()
         checks.refuse_objects(model, self.loss, named)
-        if not is_of_sentence_transformers(model):
+        is_own = isinstance(args, DistTrainingArguments)
+        if is_own and not is_of_sentence_transformers(model):
             sentence_arguments.refuse_fields_of_a_model(args)
         self.strategy = Strategy()
         if self.loss is None:
-            checks.refuse_without_loss(args)
+            if is_own:
+                checks.refuse_without_loss(args)
             self.strategy = choose.of_own_loss(model, args)
         else:
             sentence_trainer.refuse_hooks(type(self), DistTrainer)
@@ -171,7 +171,7 @@ class DistTrainer(Trainer):
         self.data_position = DataPosition(
             args,
             lambda: self.train_dataset,
-            self._rows_of_micro_batch,
+            self.rows_of_micro_batch,
             self.accelerator.dataloader_config,
             splits_last_batch=loss is not None,
             exchange=collectives.exchange,
@@ -179,32 +179,17 @@ class DistTrainer(Trainer):
         )
         self.keeper = Keeper(args, loss, lease.check)
         fitting = FittingSizes(args, loss) if loss is not None and args.uses_gradient_cache else None
-        self.health = Health(
-            args,
-            is_guarded=loss is not None or self.freeze_plan is not None,
-            has_scaler=self.strategy.has_scaler(args),
-            processor=self.processing_class,
-            sizes=fitting,
-            progress=self.progress,
-            rows=lambda: self.strategy.rows,
-            pop_resumed=lambda: self.data_position.pop_resumed("bad_rows"),
-            go_back=self.keeper.go_back,
-            find_causes=lambda number, most: self.step.causes_of_replay_error(self.model_wrapped, number, most),
-        )
+        self.health = Health(self, loss is not None or self.freeze_plan is not None, fitting)
         self.keeper.is_guarded = self.health.guard is not None
         self.clock = StepClock(args.device)
-        self.scaling = Scaling(
-            lambda: (self._train_batch_size, self.data_position.rows_per_micro_batch),
-            lambda: getattr(self, "stage", None),
-            self.log,
-        )
+        self.scaling = Scaling(self, self.is_ours)
         if isinstance(loss, nn.Module):
             loss.to(args.device)
             collectives.take_from_first((state := loss_state.state_of(loss)).values())
             self._new_loss = None if self.model_init is None else copy.deepcopy(state)
         if loss is None:
             is_across = args.average_tokens_across_devices
-            self._items = loss_scale.ItemsWatch(
+            self._items = ItemsWatch(
                 self.accelerator.num_processes // self.get_tp_size() if is_across else 1,
                 self.compute_loss_func is None and self.model_accepts_loss_kwargs and not args.torch_compile,
                 self.is_world_process_zero(),
@@ -222,70 +207,28 @@ class DistTrainer(Trainer):
             processor=lambda: self.processing_class or getattr(self.data_collator, "tokenizer", None),
             saved=lambda: None if self.freeze_plan is None else self.freeze_plan.saved,
         )
-        self.feature_cache, self.meter = None, StepMeter(lambda: self.strategy.rows)
-        self.image_stand_in = self.make_image_stand_in() if self._is_ours else None
+        self.feature_cache, self.meter = None, StepMeter(self)
+        self.image_stand_in = self.make_image_stand_in() if self.is_ours else None
         if self.loss is not None:
             self.step = self._make_step()
         elif self.strategy.is_cut:
-            self.own_loss = OwnLossStep(
-                self.args,
-                strategy=lambda: self.strategy,
-                prepare=self._prepare_inputs,
-                compute_loss=self.compute_loss,
-                count_items=self._get_num_items_in_batch,
-                around=self.compute_loss_context_manager,
-                phase=self.clock.phase,
-            )
+            self.own_loss = OwnLossStep(self)
         if self._new_loss is not None:
             cast(nn.Module, self.loss).load_state_dict(self._new_loss)
         self.strategy.constructed(self.model)
-        self._check_parts()
+        checks.check(self)
+        if self.step is not None:
+            self.step.sizes.may_pack = packing.may_pack(self.args, self.bare_model, self.strategy)
 
     def _make_step(self) -> EmbeddingStep:
         with self.strategy.saving_whole(self.model):
             embedder = embedder_of(self.bare_model)
-        sizes = StepSizes(
-            self.args,
-            loss=lambda: cast(Callable, self.loss),
-            model=lambda: self.bare_model,
-            strategy=lambda: self.strategy,
-            progress=self.progress,
-            fitting=self.health.sizes,
-            embedder=embedder,
-            has_stand_in=self.image_stand_in is not None,
-        )
-        return EmbeddingStep(sizes, self._prepare_inputs, self._precision, self.clock)
-
-    def _check_parts(self) -> None:
-        loader, has_loss = self.accelerator.dataloader_config, self.loss is not None
-        checks.check_what_is_read(self.args, loader, self.strategy, self.optimizer is not None, has_loss)
-        if self._is_ours:
-            checks.warn_of_precision(self.args, self.model, self.strategy.keeps_float32)
-        if has_loss:
-            loss_state.check_optimizer(self.loss, self.optimizer, self.lr_scheduler)
-            self.strategy.check(bool(self._loss_parameters()), self.chunk_budget is not None)
-            compiling.check(self.accelerator.state.dynamo_plugin, self.strategy)
-            checks.check_model(self.model, self.args)
-            checks.check_outputs(self.bare_model, self.loss)
-            checks.find_word_embeddings(self.bare_model, self.args)
-            checks.refuse_uneven_negatives(self.loss, self.data_collator)
-            self.step.sizes.may_pack = packing.may_pack(self.args, self.bare_model, self.strategy)
-        if self.eval_dataset is not None:
-            paired = metrics.names_of_paired(self.eval_dataset, self.compute_metrics)
-            best = self.args.metric_for_best_model
-            if self.evaluator is not None:
-                is_due = self.args.eval_strategy != "no" or self.args.eval_on_start
-                evaluators.check(self.evaluator, self.bare_model, is_due)
-            if paired is not None:
-                evaluators.check_best_metric(best, self.evaluator, paired)
-        if self.own_loss is not None:
-            takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-            checks.check_own_loss_of_pipeline(self.args, takes_items and self.loss_is_scaled_for_ga is not False)
+        return EmbeddingStep(self, StepSizes(self, self.health.sizes, embedder, self.image_stand_in is not None))
 
     def _add_watchers(self) -> None:
         """Callbacks. Without a loss and frozen parts the output folder holds what Trainer's would."""
-        has_loss, is_ours = self.loss is not None, self._is_ours
-        if self.health.is_called_back:
+        has_loss, is_ours = self.loss is not None, self.is_ours
+        if self.has_own_arguments:
             self.add_callback(self.health)
         if self.freeze_plan is not None:
             self.freeze_watch = freeze.FreezeWatch(
@@ -295,15 +238,15 @@ class DistTrainer(Trainer):
                 holds_gradients=self.strategy.holds_gradients,
             )
             self.add_callback(self.freeze_watch)
-        if self._has_own_arguments:
+        if self.has_own_arguments:
             self.keeper.at_begin.append(partial(remove_mark, str(self.args.output_dir)))
-        for watcher in [MetricsFile(), self.scaling, MeasurementCallback(self.scaling)] if is_ours else []:
-            self.add_callback(watcher)
-        if not is_ours and getattr(self.args, "scaling_baseline", None):
+        if is_ours:
+            self.add_callback(MetricsFile())
+        if is_ours or self.options.scaling_baseline:
             self.add_callback(self.scaling)
-        if patience := getattr(self.args, "early_stopping_patience", None):
-            self.add_callback(EarlyStop(patience, lambda: self.health.makes_up))
-        if steps := getattr(self.args, "profile_steps", None):
+        if patience := self.options.early_stopping_patience:
+            self.add_callback(EarlyStop(patience, self.health))
+        if steps := self.options.profile_steps:
             self.add_callback(Profiler(steps))
         self.clock.parts = PARTS if has_loss or self.own_loss is not None else OF_OWN_LOSS if is_ours else ()
         if self.clock.parts:
@@ -325,12 +268,17 @@ class DistTrainer(Trainer):
         self.strategy.place(model, self.args, self.loss is not None, frozen_roots)
 
     @property
-    def _has_own_arguments(self) -> bool:
+    def has_own_arguments(self) -> bool:
         """With transformers' own checkpoints are Trainer's, but for the loss's parameters and the token."""
         return isinstance(self.args, DistTrainingArguments)
 
     @property
-    def _is_ours(self) -> bool:
+    def options(self) -> Any:
+        """Our fields: the arguments, or what they are by default beside transformers' own."""
+        return self.args if self.has_own_arguments else DistTrainingArguments
+
+    @property
+    def is_ours(self) -> bool:
         """Not what Trainer would train: a loss over embeddings, or frozen parts."""
         return self.loss is not None or self.freeze_plan is not None
 
@@ -346,13 +294,13 @@ class DistTrainer(Trainer):
         """Updates made, and how many of them before this start."""
         return self.state.global_step, self._initial_global_step
 
-    def _rows_of_micro_batch(self) -> tuple[int, int]:
+    def rows_of_micro_batch(self) -> tuple[int, int]:
         """(those of this process, those of all together)"""
         everyone = self.get_total_train_batch_size(self.args) // self.args.gradient_accumulation_steps
         return self._train_batch_size, everyone
 
     @contextmanager
-    def _precision(self) -> Iterator[None]:
+    def precision(self) -> Iterator[None]:
         with self.compute_loss_context_manager(), self.accelerator.autocast():
             yield
 
@@ -372,10 +320,10 @@ class DistTrainer(Trainer):
             super()._sync_replicated_trainable_parameters(model)
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
-        if self._has_own_arguments:
+        if self.has_own_arguments:
             options |= choose.plugins(self.args, options.get("fsdp_plugin"))
         options = super()._build_accelerator_args(**options)
-        if self._has_own_arguments:
+        if self.has_own_arguments:
             choose.set_handlers(self.args, options["kwargs_handlers"], self.loss is not None)
         if self.loss is not None:
             compiling.prepare(self.args, options["dynamo_plugin"])
@@ -384,13 +332,13 @@ class DistTrainer(Trainer):
     def _prepare_for_training(self, *arguments: Any, **options: Any):
         prepared = super()._prepare_for_training(*arguments, **options)
         self.strategy.wrapped(self.model_wrapped, self.args, self.loss is not None)
-        if self._is_ours or self.strategy.is_cut:
+        if self.is_ours or self.strategy.is_cut:
             self.strategy.seed(self.args.seed, self.args.device)
         if self.loss is not None:
             self.step.begin()
             checks.warn_of_accumulation(self.args, self.loss)
             compiling.announce(self.args, self.strategy, self.bare_model, self.step.sizes.may_pack)
-        if self._has_own_arguments:
+        if self.has_own_arguments:
             self.keeper.begin()
         return prepared
 
@@ -407,13 +355,16 @@ class DistTrainer(Trainer):
         self._settle(strategy, model)
         return model
 
-    def _hp_search_setup(self, trial: Any) -> None:
-        """Here Trainer has made the model of this training, and a search has set its arguments."""
-        super()._hp_search_setup(trial)
+    def _begin_training(self) -> None:
+        """Once in a `train()`, when Trainer has made its model and a search has set its arguments, before either
+        weights or rows are read."""
+        is_begun, self._is_begun = self._is_begun, True
+        if is_begun:
+            return
         if self.model_init is not None:
             self._take_model()
             self._check_same_run()
-        if self._has_own_arguments:
+        if self.has_own_arguments:
             self._fit_checkpoint()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -424,7 +375,7 @@ class DistTrainer(Trainer):
         optimizer = super().create_optimizer(model)
         if is_new:
             self.strategy.arrange(optimizer)
-        if is_new and any(getattr(self.args, name, None) for name in learning_rate.OF_PARTS):
+        if is_new and (self.options.learning_rates or self.options.learning_rate_mapping):
             with self.strategy.saving_whole(self.model):
                 given = self.model, self.loss, self.args, self.strategy.is_cut
                 self._rate_names = freeze.give_rates(optimizer, *given)
@@ -434,35 +385,30 @@ class DistTrainer(Trainer):
         # Trainer makes the scheduler when the optimizer is prepared: the first moment at which a parameter that no
         # wrapper owns may join it (accelerate's FSDP2 refuses optimizers with foreign parameters).
         if self.loss is not None and self.optimizer is not None:
-            loss_state.add_loss_group(self.optimizer, self._loss_parameters())
+            loss_state.add_loss_group(self.optimizer, self.loss_parameters())
         self.strategy.read_as(
             self.files.is_part,
-            getattr(self.args, "trust_checkpoint", False),
+            self.options.trust_checkpoint,
             around=lambda: loss_state.loss_state_apart(self.loss, self.optimizer),
         )
         learning_rate.warn_of_warmup(self.args, num_training_steps)
         return super().create_scheduler(num_training_steps, optimizer)
 
-    def _get_learning_rate(self) -> float:
-        # Trainer asks just before the schedule moves on, so these are the rates of the step that is logged.
-        self._rates = freeze.rates_for_log(self.optimizer, self._rate_names) if self._rate_names else {}
-        return super()._get_learning_rate()
-
-    def _loss_parameters(self) -> list[nn.Parameter]:
+    def loss_parameters(self) -> list[nn.Parameter]:
         return loss_state.loss_parameters(self.loss)
 
     def get_train_dataloader(self):
+        self._begin_training()
         position, dataset, collate = self.data_position, self.train_dataset, self.data_collator
         if self.loss is not None:
-            rows, wanted = position.rows_per_micro_batch, self.args.no_duplicates_in_batch
-            checks.check_rows(dataset, wanted, self._train_batch_size, rows)
+            checks.check_rows(dataset, self.args.no_duplicates_in_batch, *self.rows_of_micro_batch())
         self._fill_feature_cache()
         try:
             self._prepare_texts()
             loader = self._loader_in_one_order() if position.reads_in_one_order else self._loader_of_rest()
         finally:
             self.train_dataset, self.data_collator = dataset, collate
-        if hasattr(self.args, "max_bad_rows") and isinstance(loader, DataLoader):
+        if self.has_own_arguments and isinstance(loader, DataLoader):
             self.health.bad_rows.watch(loader, dataset)
         if self.step is not None and isinstance(loader, DataLoader):
             self.step.sizes.cut_ahead(loader)
@@ -479,7 +425,7 @@ class DistTrainer(Trainer):
 
     def _fill_feature_cache(self) -> None:
         """Where frozen features are kept, batches are to hold them."""
-        if getattr(self.args, "frozen_feature_cache", None) is None:
+        if self.options.frozen_feature_cache is None:
             return
         collate, options = self.data_collator, (self.args, self.accelerator.autocast, self.image_stand_in)
         if self.feature_cache is None:
@@ -522,9 +468,10 @@ class DistTrainer(Trainer):
         if self.model_init is None:
             self._check_same_run()
         with self.health.running(is_search=self.hp_search_backend is not None):
-            if self._has_own_arguments:
+            if self.has_own_arguments:
                 resume_from_checkpoint = self._choose_checkpoint(resume_from_checkpoint)
             try:
+                self._is_begun = False
                 position = self.data_position.training(cast("str | None", resume_from_checkpoint))
                 kernels = compiling.fused_kernels(self.loss is not None)
                 with self.keeper.background.ended(), self.strategy.training(), position, kernels:
@@ -544,7 +491,7 @@ class DistTrainer(Trainer):
         return audit.audit(self, num_rows, reference)
 
     def _check_same_run(self) -> None:
-        if self._has_own_arguments:
+        if self.has_own_arguments:
             data = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
             parts = self.data_collator, self.processing_class, self.loss, self.bare_model
             same_run.check(self.args, data, *parts, self.strategy.loads_alone)
@@ -581,13 +528,14 @@ class DistTrainer(Trainer):
         return self._optimizer_name
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._begin_training()
         if not self.files.load(model or self.model, Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        given = learning_rate.given(self.optimizer, self.lr_scheduler) if self._has_own_arguments else None
+        given = learning_rate.given(self.optimizer, self.lr_scheduler) if self.has_own_arguments else None
         with loss_state.loss_state_apart(self.loss, self.optimizer, load_from=checkpoint):
             if self.files.load_optimizer(Path(checkpoint), self.optimizer):
                 schedule = torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True)
@@ -601,7 +549,7 @@ class DistTrainer(Trainer):
         self.strategy.load(self.model_wrapped, checkpoint, self.args)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and self._has_own_arguments:
+        if checkpoint is not None and self.has_own_arguments:
             if resume.draws_anew(self.args, self.state.global_step, checkpoint, self.strategy):
                 return
         super()._load_rng_state(checkpoint)
@@ -611,7 +559,7 @@ class DistTrainer(Trainer):
 
     def _init_training_state(self, max_steps: int, updates: int, num_epochs: int, *more: Any):
         begun = super()._init_training_state(max_steps, updates, num_epochs, *more)
-        if self._has_own_arguments:
+        if self.has_own_arguments:
             self.keeper.restore_best_checkpoint(self.state)
         return self.data_position.first_batch(begun, self.state, max_steps, num_epochs)
 
@@ -625,7 +573,16 @@ class DistTrainer(Trainer):
         epoch, loader, num_batches = (options[name] for name in ("epoch", "train_dataloader", "steps_in_epoch"))
         changed = self.data_position.begin_epoch(epoch, loader, num_batches, self.state)
         getattr(self.data_collator, "set_epoch", int)(epoch)
-        super()._run_epoch(**options | changed)
+        try:
+            super()._run_epoch(**options | changed)
+        except LeaveEvaluation:
+            self._leave_epoch(options["model"], options["trial"])
+
+    def _leave_epoch(self, model: nn.Module, trial: Any) -> None:
+        self.control.should_training_stop = True
+        self._save_checkpoint(model, trial)
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
 
     def _make_up_evaluation(self, trial: Any, ignored: Any, checkpoint: str) -> None:
         with self.health.making_up():
@@ -639,6 +596,8 @@ class DistTrainer(Trainer):
         with self.clock.part("data"), self.health.loading():
             batches, items = super().get_batch_samples(position.used_of(epoch_iterator), num_batches, device)
             position.add(batches)
+            if self.step is not None:
+                batches = [self._prepare_input(batch) for batch in batches]  # floats get the dtype of an engine
             for batch in batches:
                 ahead.remember(batch)
             if (checkpoint := position.take_random_states()) is not None:
@@ -647,11 +606,6 @@ class DistTrainer(Trainer):
 
     # ---- a step ----
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        moved = super()._prepare_inputs(inputs)
-        ahead.follow(inputs, moved)
-        return moved
-
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         replay: tuple[Any, ...] = ()
         if self.loss is None:
@@ -659,7 +613,7 @@ class DistTrainer(Trainer):
         else:
             self._prepare_embedding_step(model)
             accumulated, is_last = self.current_gradient_accumulation_steps, self.accelerator.sync_gradients
-            step, layout = self.step.run(model, inputs, self.health.inputs, accumulated, is_last)
+            step, layout = self.step.train(model, inputs, self.health.inputs, accumulated, is_last)
             self.meter.add(step, layout.chunked, layout.counts, layout.num_kept, source_of(inputs))
             loss, replay = step.loss / accumulated, (step.replay_error, self.step.rounding)
         return self.health.after_backward(loss, inputs, self.accelerator.sync_gradients, *replay)
@@ -670,7 +624,7 @@ class DistTrainer(Trainer):
             inputs = self.feature_cache.take(inputs, self.args.device)
         if self.own_loss is not None:
             self._begin_step(model)
-            return self.own_loss.run(inputs, num_items_in_batch, self.accelerator.sync_gradients)
+            return self.own_loss.train(inputs, num_items_in_batch, self.accelerator.sync_gradients)
         accumulated = 1 if self.loss_is_scaled_for_ga is False else self.current_gradient_accumulation_steps
         items = self._items.watched(num_items_in_batch, self.model, accumulated)
         loss = super().training_step(model, inputs, items)
@@ -689,7 +643,7 @@ class DistTrainer(Trainer):
     def _prepare_embedding_step(self, model: nn.Module) -> None:
         self._begin_step(model)
         if self.strategy.model is not model:
-            mode, own = self.args.gradient_cache_fsdp, self._loss_parameters()
+            mode, own = self.args.gradient_cache_fsdp, self.loss_parameters()
             self.strategy.start(model, mode, own, self.optimizer, has_towers=self.step.sizes.takes_column)
 
     def compute_loss(
@@ -701,7 +655,7 @@ class DistTrainer(Trainer):
         return self.strategy.mark(outcome, outcome.detach())
 
     def _clip_grad_norm(self, model: nn.Module):
-        own = [] if self.loss is None else self._loss_parameters()
+        own = [] if self.loss is None else self.loss_parameters()
         norm = self.strategy.clip(model.parameters(), own, self.args.max_grad_norm)
         return super()._clip_grad_norm(model) if norm is None else norm
 
@@ -717,31 +671,18 @@ class DistTrainer(Trainer):
         drop_update = partial(self.strategy.drop_update, self.optimizer, self.state.global_step + 1)
         self.health.before_update(grad_norm, self.state.max_steps, drop_update)
         self.meter.end_update(self._tr_loss, self.health.is_update_skipped)
+        # The schedule moves on after the update, so these are the rates of the step that is logged.
+        self._rates = freeze.rates_for_log(self.optimizer, self._rate_names) if self._rate_names else {}
         return grad_norm
 
-    # ---- after a step ----
-
-    def _maybe_log_save_evaluate(
-        self, tr_loss: Any, grad_norm: Any, model: nn.Module, trial: Any, *more: Any, **options: Any
-    ):
-        self.health.after_update(self.control, self.state.epoch)
-        self.keeper.background.collect()
-        if not self.health.is_update_skipped:
-            self.keeper.prove(self.state.global_step, self.state.best_model_checkpoint)
-        try:
-            super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *more, **options)
-        except LeaveEvaluation:
-            self.control.should_training_stop = True
-            self._save_checkpoint(model, trial)
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+    # ---- checkpoints, the model ----
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if not self.health.may_save(model):
             return None
-        if not self._has_own_arguments:
-            return super()._save_checkpoint(model, trial)
-        if self.hp_search_backend is None and trial is None:
-            self.store_flos()
+        if not self.has_own_arguments:
+            with loss_state.without_secrets(self.args):
+                return super()._save_checkpoint(model, trial)
         self.keeper.save(
             Path(self._get_output_dir(trial=trial)),
             self.state,
@@ -749,18 +690,20 @@ class DistTrainer(Trainer):
             tensors=self.files.tensors(self.optimizer),
             write=self._write_checkpoint,
             facts=self._facts,
-            push=lambda folder: self._push_from_checkpoint(str(folder)) if self.args.push_to_hub else None,
+            push=self._push_checkpoint,
         )
 
     def _write_checkpoint(self, folder: Path) -> None:
         """Every file of a checkpoint but its manifest, as Trainer writes them."""
+        if self.hp_search_backend is None and not self.state.is_hyper_param_search:
+            self.store_flos()
         self.save_model(str(folder), _internal_call=True)
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
         if self.args.save_only_model:
             loss_state.save_loss(self.loss, folder if self.args.should_save else None)
         else:
-            self._save_optimizer_and_scheduler(str(folder))
+            self._write_states(folder)
             self._save_scaler(str(folder))
             self._save_rng_state(str(folder))
         if self.args.should_save:
@@ -777,7 +720,7 @@ class DistTrainer(Trainer):
             **self.data_position.facts(self.health.bad_rows.of_epoch()),
             "evaluation_due": self.health.evaluation_is_due or self.health.evaluation_follows,
             "frozen_fingerprint": self.files.frozen_fingerprint,
-            "stage": getattr(self, "stage", None),
+            "stage": self.stage,
             "trains": None if self.freeze_plan is None else self.freeze_plan.describe(),
         }
 
@@ -804,25 +747,22 @@ class DistTrainer(Trainer):
         if self.has_their_card and not _internal_call and self.args.should_save:
             sentence_trainer.write_card(self.bare_model, folder, self.strategy)
         if self.args.push_to_hub and not _internal_call:
-            push = self._push_saved if self._is_ours else self.push_to_hub
+            push = self._push_saved if self.is_ours else self.push_to_hub
             push(commit_message="Model save", revision=self.args.hub_revision)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         given, folder = token or self.args.hub_token, self.args.output_dir
         later = f"hf-dist push {folder} {self.args.hub_model_id or 'REPO_ID'}"
         remedy = f"Or train without push_to_hub, and push the folder when the hub can be reached: {later}"
-        is_asked = self._has_own_arguments and self.is_world_process_zero()
+        is_asked = self.has_own_arguments and self.is_world_process_zero()
         with hub.reached("push_to_hub=true", remedy, given) if is_asked else nullcontext():
             super().init_hf_repo(token, **({} if private is None else {"private": private}))  # new in 5.23
 
     def push_to_hub(self, commit_message: str | None = "End of training", *arguments: Any, **options: Any):
-        if not self._is_ours:
+        if not self.is_ours:
             return super().push_to_hub(commit_message, *arguments, **options)
-        is_asked, self.args.push_to_hub = self.args.push_to_hub, False
-        try:
+        with meanwhile(self.args, "push_to_hub", False):
             self.save_model()
-        finally:
-            self.args.push_to_hub = is_asked
         return self._push_saved(commit_message, *arguments, **options)
 
     def _push_saved(
@@ -858,11 +798,12 @@ class DistTrainer(Trainer):
         with loss_state.without_secrets(self.args):
             self.files.save_weights(folder, state_dict, super()._save, self.keeper.writer)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        folder, saves, writer = Path(output_dir), self.args.should_save, self.keeper.writer
+    def _write_states(self, folder: Path) -> None:
+        """Of optimizer, schedule, strategy and data."""
+        output_dir, saves, writer = str(folder), self.args.should_save, self.keeper.writer
         with loss_state.loss_state_apart(self.loss, self.optimizer, save_to=output_dir if saves else None):
             if not self.files.save_optimizer(folder, self.optimizer, writer):
-                super()._save_optimizer_and_scheduler(output_dir)
+                self._save_optimizer_and_scheduler(output_dir)
             elif saves:
                 torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
         self.strategy.save(self.model_wrapped, folder, self.args, writer)
@@ -870,44 +811,36 @@ class DistTrainer(Trainer):
             loss_state.save_budget(self.chunk_budget, output_dir)
             self.data_position.save(output_dir)
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+    def _push_checkpoint(self, folder: Path) -> None:
         args, before = self.args, self.push_in_progress
-        if not self._has_own_arguments:
-            with loss_state.without_secrets(args):
-                return super()._push_from_checkpoint(checkpoint_folder)
+        if not args.push_to_hub:
+            return
         is_busy = before is not None and not before.is_done()
         if not self.is_world_process_zero() or args.hub_strategy == "end" or (is_busy and not args.hub_always_push):
-            return None
+            return
         self.callback_handler.on_push_begin(args, self.state, self.control)
-        given = Path(checkpoint_folder), self._folder(), args, str(self.hub_model_id), self.state.global_step
+        given = folder, self._folder(), args, str(self.hub_model_id), self.state.global_step
         jobs = hub.push_checkpoint(*given)
         self.push_in_progress = PushInProgress(cast(Any, [*(before.jobs if is_busy else []), *jobs]))
 
     def _finalize_training(self, *arguments: Any, **options: Any) -> TrainOutput:
-        loads_best = self.args.load_best_model_at_end and not self.was_preempted  # the resumed run will
-        ending = self.keeper.ending(self.state, loads_best) if self._has_own_arguments else nullcontext()
-        with self.health.finalizing(self.state), ending:
+        self.health.bad_rows.say()
+        # Loading takes time that a signal may not leave; the resumed run will.
+        loads_best = self.args.load_best_model_at_end and not self.was_preempted
+        ending = self.keeper.ending(self.state, loads_best) if self.has_own_arguments else nullcontext()
+        with ending, meanwhile(self.args, "load_best_model_at_end", False):
+            if loads_best and self.state.best_model_checkpoint is not None:
+                self._load_best()
             output = super()._finalize_training(*arguments, **options)
         return output._replace(training_loss=output.metrics.get("train_loss", math.nan))
 
-    def _load_best_model(self) -> None:
+    def _load_best(self) -> None:
         best = str(self.state.best_model_checkpoint)
         if self.strategy.has_engine or not self.files.load(self.model, Path(best)):
-            super()._load_best_model()
+            self._load_best_model()
         loss_state.load_loss(self.loss, best)
 
     # ---- evaluation ----
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        # With dataloader_persistent_workers Trainer 5.23 keeps the loader of a dataset that evaluate() is given, and
-        # takes it for that of the next one. Loaders of its own are kept.
-        if eval_dataset is None or isinstance(eval_dataset, str) or eval_dataset is self.eval_dataset:
-            return super().get_eval_dataloader(cast(Any, eval_dataset))
-        kept, self._eval_dataloaders = self._eval_dataloaders, {}
-        try:
-            return super().get_eval_dataloader(eval_dataset)
-        finally:
-            self._eval_dataloaders = kept
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
@@ -915,10 +848,22 @@ class DistTrainer(Trainer):
         activity.leave_step("evaluating")
         if is_of_sentence_transformers(self.bare_model):
             eval_dataset = sentence_data.evaluated(eval_dataset)
-        is_apart = self._is_ours or self.health.stop is not None  # without our fields it draws as Trainer's does
+        is_apart = self.is_ours or self.health.stop is not None  # without our fields it draws as Trainer's does
         apart = evaluators.drawing_apart(self.args.seed) if is_apart else nullcontext()
-        with apart, self.meter.paused():
+        with apart, self.meter.paused(), self._loaders_of(eval_dataset):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    @contextmanager
+    def _loaders_of(self, dataset: Any) -> Iterator[None]:
+        """With dataloader_persistent_workers Trainer 5.23 keeps the loader of a dataset that `evaluate` is given, and
+        takes it for that of the next one. Loaders of its own are kept."""
+        kept = self._eval_dataloaders
+        if not (dataset is None or isinstance(dataset, str) or dataset is self.eval_dataset):
+            self._eval_dataloaders = {}
+        try:
+            yield
+        finally:
+            self._eval_dataloaders = kept
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> EvalLoopOutput:
         output = super().evaluation_loop(*arguments, **options)
@@ -933,7 +878,7 @@ class DistTrainer(Trainer):
         wrapped = self._wrap_model(self.model, training=False)
         after_batch = partial(self.health.on_prediction_step, self.args, self.state, self.control)
         forward = partial(self.step.forward_of_stages, wrapped) if self.strategy.is_cut else wrapped
-        encoder = dist_encoder(self.bare_model, forward, self.strategy, self.args.device, self._precision, after_batch)
+        encoder = dist_encoder(self.bare_model, forward, self.strategy, self.args.device, self.precision, after_batch)
         folder, state = Path(str(self.args.output_dir), "eval"), self.state
         figures = evaluators.run_evaluators(
             self.evaluator, encoder, folder, state.epoch, state.global_step, self.args.seed

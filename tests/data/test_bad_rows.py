@@ -52,7 +52,7 @@ def test_a_bad_row_is_named_with_dataset_row_column_and_rank(tmp_path, workers):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_rows_are_replaced_counted_and_listed_without_a_shorter_batch(tmp_path, workers, monkeypatch):
     said = []
-    monkeypatch.setattr("hf_dist_ext.training.bad_row_count.logger.warning", said.append)
+    monkeypatch.setattr("hf_dist_ext.training.health.logger.warning", said.append)
     found = trainer(tmp_path, pairs({5: None, 11: ""}), max_bad_rows=2, dataloader_num_workers=workers)
     found.train()
     assert logged(found, "contrastive_batch_size") == [8] * 6

@@ -39,8 +39,8 @@ def train(say, folder: Path, in_save: bool) -> str:
     pause = PauseAt(4, say, in_save)
 
     class Pausing(DistTrainer):
-        def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-            super()._save_optimizer_and_scheduler(output_dir)
+        def _write_states(self, folder: Path) -> None:
+            super()._write_states(folder)
             if in_save and self.state.global_step == 4:
                 pause.pause()
 

@@ -11,8 +11,8 @@ from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.collectives import leave_together, rank
-from hf_dist_ext.training import all_columns
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.sizes import with_columns_of_all_ranks
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
 from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
@@ -66,11 +66,11 @@ def test_ranks_complete_their_columns(tmp_path):
     def target(say) -> str:
         PartialState(cpu=True)
         rows = {name: {"input_ids": torch.ones(2, 3)} for name in batches[rank()]}
-        found = all_columns.completed(rows)
+        found = with_columns_of_all_ranks(rows)
         assert list(found) == batches[0]
         assert [len(found[name]["input_ids"]) for name in found] == [2 if name in rows else 0 for name in found]
         with pytest.raises(UsageError, match="The first two, anchor and positive, must be"):
-            all_columns.completed(rows if rank() else dict(reversed(rows.items())))
+            with_columns_of_all_ranks(rows if rank() else dict(reversed(rows.items())))
         leave_together()
         return "well"
 

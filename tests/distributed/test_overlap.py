@@ -76,7 +76,7 @@ def events_of(say, folder, has_towers: bool, symmetric: bool, negatives_read: bo
         Towers() if has_towers else Tiny(), args, loss=WatchedLoss(symmetric=symmetric),
         data_collator=collator_of(False), train_dataset=rows(6 * BATCH),
     )  # fmt: skip
-    step, encode, run = trainer.step, trainer.step._encode, trainer.step.run
+    step, encode, run = trainer.step, trainer.step._encode, trainer.step.train
 
     def noted(model, chunk, **more):
         if not torch.is_grad_enabled():
@@ -84,7 +84,7 @@ def events_of(say, folder, has_towers: bool, symmetric: bool, negatives_read: bo
         return encode(model, chunk, **more)
 
     step._encode = noted
-    step.run = lambda *given: Watched.events.clear() or run(*given)
+    step.train = lambda *given: Watched.events.clear() or run(*given)
     trainer.train()
     return json.dumps(Watched.events)
 

@@ -545,7 +545,7 @@ def test_images_in_order_are_not_copied():
 
 
 def test_a_column_without_rows_stands_beside_pictures():
-    """As one that a process is given because others have rows in it (training/all_columns.py)."""
+    """As one that a process is given because others have rows in it (training/sizes.py)."""
     batch = {name: {"pixel_values": pixels(rows, 3, 16, 16)} for name, rows in (("query", 3), ("negative", 0))}
     chunked = lay_out(batch, ChunkLimits(2), model_config=transformers.CLIPVisionConfig(**VISION))
     chunks = chunked.chunks()

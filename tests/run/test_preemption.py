@@ -181,7 +181,7 @@ def test_the_checkpoint_outlives_the_end_of_training_with_a_limit_of_one(tmp_pat
         tmp_path, SignalAt(5), save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2,
         load_best_model_at_end=True, save_total_limit=1,
     )  # fmt: skip
-    stopped._load_best_model = lambda: pytest.fail("a run that goes on has no use for it")
+    stopped._load_best = lambda: pytest.fail("a run that goes on has no use for it")
     stopped.train()
     assert stopped.state.best_model_checkpoint is not None
     assert (tmp_path / "checkpoint-5" / "optimizer.pt").is_file()

@@ -99,7 +99,7 @@ def added_up_in_bfloat16(passes, terms, run=gradient_cache.Passes._run_backward)
 
 
 def backward_not_divided(self, loss):
-    self.strategy().backward(loss, self._own_loss)
+    self.run.strategy.backward(loss, self._own_loss)
 
 
 PLANTED = {

@@ -321,7 +321,7 @@ def test_nothing_waits_for_a_gpu_between_a_batch_and_its_gradients(tmp_path, mon
         Pictured(), args, loss=InfoNCELoss(learnable_temperature=True), data_collator=collator,
         train_dataset=datasets.Dataset.from_list(rows(64)),
     )  # fmt: skip
-    run, steps = trainer.step.run, []
+    run, steps = trainer.step.train, []
 
     def watched(*arguments):
         steps.append(trainer.state.global_step)
@@ -331,7 +331,7 @@ def test_nothing_waits_for_a_gpu_between_a_batch_and_its_gradients(tmp_path, mon
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    trainer.step.run = watched
+    trainer.step.train = watched
     before = trainer.model.tokens.weight.detach().clone()
     trainer.train()
     assert len(steps) == 6 and not torch.equal(before, trainer.model.tokens.weight)

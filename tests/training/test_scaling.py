@@ -12,8 +12,7 @@ from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training import scaling
 from hf_dist_ext.training.arguments import DistTrainingArguments
-from hf_dist_ext.training.measured import MeasurementCallback
-from hf_dist_ext.training.scaling import read_baseline
+from hf_dist_ext.training.scaling import read_baseline, write_measured
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.parity.exactness_worker import BERT, Case, collate
 from tests.tiny_models import embedding_model
@@ -69,12 +68,14 @@ def test_throughput_counts_waiting_for_data_and_every_micro_batch_but_not_evalua
 def test_a_file_of_measurements_that_can_not_be_written_does_not_end_a_run(tmp_path, caplog):
     (tmp_path / "measured.json").mkdir()
     args = SimpleNamespace(
-        output_dir=str(tmp_path), device=torch.device("cpu"), gradient_accumulation_steps=1, world_size=1
+        output_dir=str(tmp_path),
+        device=torch.device("cpu"),
+        gradient_accumulation_steps=1,
+        world_size=1,
+        process_index=0,
     )
     with caplog.at_level(logging.WARNING):
-        MeasurementCallback(SimpleNamespace(seconds_per_batch=1.0)).on_train_end(
-            args, SimpleNamespace(is_world_process_zero=True), None
-        )
+        write_measured(args, 1.0)
     assert "measured.json is not written" in caplog.text
 
 

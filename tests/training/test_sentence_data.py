@@ -39,7 +39,7 @@ def trainer(folder, model, seen: list, **options) -> DistTrainer:
     made = DistTrainer(
         Tiny(), args, train_dataset=train, eval_dataset=evaluation, data_collator=collator, loss=InfoNCELoss()
     )
-    run = made.step.run
+    run = made.step.train
 
     def recording(model, inputs, *more):
         tokens = inputs["anchor"]["input_ids"].split(inputs["anchor"]["offsets"].diff().tolist())
@@ -47,7 +47,7 @@ def trainer(folder, model, seen: list, **options) -> DistTrainer:
         seen.append((inputs["ids"][SOURCE], {row: ids.tolist() for row, ids in of_row}))
         return run(model, inputs, *more)
 
-    made.step.run = recording
+    made.step.train = recording
     return made
 
 

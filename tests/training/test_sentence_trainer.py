@@ -113,10 +113,11 @@ def test_a_method_that_would_never_be_called_is_refused(tmp_path, model, name):
 def test_workers_that_live_on_read_the_dataset_that_is_evaluated(tmp_path, model):
     options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
     made = trainer(tmp_path, model, evaluation=pairs(8), **options)
-    other, own = made.get_eval_dataloader(pairs(12)), made.get_eval_dataloader()
-    assert len(other.dataset) == 12 and len(own.dataset) == 8
-    assert len(made.get_eval_dataloader(pairs(4)).dataset) == 4
-    assert made.get_eval_dataloader() is own is made.get_eval_dataloader(made.eval_dataset)
+    seen, own = [], made.get_eval_dataloader()
+    made.compute_metrics = lambda prediction: seen.append(len(prediction.predictions[0])) or {}
+    for dataset in (pairs(12), None, pairs(4), made.eval_dataset):
+        made.evaluate(dataset)
+    assert seen == [12, 8, 4, 8] and made.get_eval_dataloader() is own
 
 
 def test_datasets_by_name_and_the_repository_are_on_the_card(tmp_path, model):

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from hf_dist_ext.training import console, slowness
-from hf_dist_ext.training.slowness import Facts, why_slow
+from hf_dist_ext.training import console
+from hf_dist_ext.training.console import Facts, why_slow
 from tests.test_train_script import main, run_file  # noqa: F401
 
 GIB = 2**30
@@ -45,7 +45,7 @@ def test_figures_that_a_run_does_not_log_say_nothing():
 
 def test_a_run_says_at_its_end_what_made_it_slow(main, run_file, capsys, monkeypatch):  # noqa: F811
     monkeypatch.setattr(console, "SHORT", 0)
-    monkeypatch.setattr(slowness, "WAITS", 0.0)
+    monkeypatch.setattr(console, "WAITS", 0.0)
     main(["--config", run_file(), "--logging_steps", "1"])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("slow  ")]
     assert "waited for data in " in line and "dataloader_num_workers (now 0)" in line
@@ -55,7 +55,7 @@ def test_a_long_run_says_it_once_an_hour_of_the_figures_since_the_last_time(main
     heard = []
     monkeypatch.setattr(console, "HOUR", 0)
     monkeypatch.setattr(console, "SHORT", float("inf"))
-    monkeypatch.setattr(slowness, "why_slow", lambda figures, facts: heard.append(figures.get("loss")) or ["too slow"])
+    monkeypatch.setattr(console, "why_slow", lambda figures, facts: heard.append(figures.get("loss")) or ["too slow"])
     main(["--config", run_file(), "--logging_steps", "1", "--max_steps", "3"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("slow  ", "step "))]
     told = [

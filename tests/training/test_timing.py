@@ -10,10 +10,9 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.training import timing
+from hf_dist_ext.training import meter
 from hf_dist_ext.training.arguments import DistTrainingArguments
-from hf_dist_ext.training.meter import memory_used
-from hf_dist_ext.training.timing import PARTS, StepClock
+from hf_dist_ext.training.meter import PARTS, StepClock, memory_used
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.parity.exactness_worker import BERT, Case, collate
 from tests.tiny_models import embedding_model
@@ -57,7 +56,7 @@ def trained(folder, **arguments) -> tuple[DistTrainer, Clock]:
         model=model, args=args, data_collator=load, train_dataset=list(range(60)), loss=loss, callbacks=[clock]
     )
     trainer.create_optimizer().register_step_pre_hook(lambda *_: clock.pass_(8.0))
-    with mock.patch.object(timing, "time", clock):
+    with mock.patch.object(meter, "time", clock):
         trainer.train()
     return trainer, clock
 
@@ -97,7 +96,7 @@ def test_a_step_with_a_models_own_loss_is_loading_computing_and_the_update(tmp_p
     )  # fmt: skip
     trainer = DistTrainer(model, args, data_collator=load, train_dataset=rows({}, 48), callbacks=[clock])
     trainer.create_optimizer().register_step_pre_hook(lambda *_: clock.pass_(8.0))
-    with mock.patch.object(timing, "time", clock):
+    with mock.patch.object(meter, "time", clock):
         trainer.train()
     lines = [{name: one[name] for name in one if name.startswith("seconds_")} for one in trainer.state.log_history]
     lines = [line for line in lines if line]

@@ -124,13 +124,18 @@ def test_several_devices_in_one_process_are_refused(tmp_path, monkeypatch):
     (lambda path: trainer(path, num_rows=7).train(), "fewer than one global batch of 8"),
     (lambda path: trainer(path, collator=lambda rows: {"input_ids": torch.ones(2, 2)}).train(), "column -> features"),
     (lambda path: trainer(path, collator=lambda rows: {"query": collate(rows)["query"]}).train(), "positive column"),
-    (lambda path: DistTrainer(Tiny(), TrainingArguments(output_dir=str(path)), loss=InfoNCELoss()),
-     "DistTrainingArguments"),
     (lambda path: trainer(path, no_duplicates_in_batch=True).train(), "ContrastiveCollator"),
 ])  # fmt: skip
 def test_bad_setups_are_one_clear_error(tmp_path, build, words):
     with pytest.raises(UsageError, match=words):
         build(tmp_path)
+
+
+def test_arguments_of_transformers_become_ours_where_a_loss_is_given(tmp_path):
+    given = TrainingArguments(str(tmp_path), learning_rate=3e-3, prediction_loss_only=True, use_cpu=True)
+    made = DistTrainer(Tiny(), given, loss=InfoNCELoss(), data_collator=collate).args
+    assert isinstance(made, DistTrainingArguments) and made.learning_rate == 3e-3 and made.prediction_loss_only
+    assert made.batch_sampler is None and not made.uses_gradient_cache
 
 
 @pytest.mark.parametrize("name, value", [

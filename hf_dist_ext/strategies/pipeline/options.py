@@ -13,7 +13,7 @@ from torch import nn
 from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import mesh
-from hf_dist_ext.strategies.pipeline import schedules, sharded_stages
+from hf_dist_ext.strategies.pipeline import sharded_stages
 
 # What transformers calls the options of activation checkpointing, today and before 5.23.
 CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
@@ -38,11 +38,6 @@ def check(args: Any) -> None:
             name, value = next(iter(given.items()))
             raise UsageError(f"{name}={value!r} is of a pipeline. Set pipeline_parallel_size, or remove {name}.")
         return
-    if schedule_of(args) not in schedules.SCHEDULES:
-        raise UsageError(
-            f"pipeline_schedule={args.pipeline_schedule!r} does not exist. Choose one of "
-            f"{', '.join(schedules.SCHEDULES)}."
-        )
     fixed, per_rank = policy.FIXED_STAGES_PER_RANK.get(schedule_of(args)), args.pipeline_stages_per_rank
     if per_rank is not None and (per_rank < 1 or per_rank != (fixed or per_rank)):
         raise UsageError(
