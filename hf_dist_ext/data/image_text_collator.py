@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_dist_ext.data.conversations import ConversationReader, Example, Message
 from hf_dist_ext.errors import UsageError
@@ -238,12 +239,8 @@ def is_per_token(value: Any, ids: list[list[int]]) -> bool:
 
 def padded(rows: list[list[int]], fill: int, side: str) -> torch.Tensor:
     """(B, T)"""
-    width = max(map(len, rows))
-    values = torch.full((len(rows), width), fill, dtype=torch.long)
-    for row, numbers in enumerate(rows):
-        start = width - len(numbers) if side == "left" else 0
-        values[row, start : start + len(numbers)] = torch.tensor(numbers, dtype=torch.long)
-    return values
+    rows = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
 
 
 def as_tensors(encoded: Mapping[str, Any], pad_id: int, side: str) -> dict[str, Any]:
