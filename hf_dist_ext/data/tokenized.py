@@ -27,7 +27,7 @@ import transformers
 from datasets import Dataset, Features, List, Value
 from transformers.utils import logging
 
-from hf_dist_ext.data.collator import is_empty
+from hf_dist_ext.data.collator import as_list, is_empty
 from hf_dist_ext.data.kept_files import kept_file
 from hf_dist_ext.data.mixture import Mixture, RowsAround
 from hf_dist_ext.data.row_check import column_kind
@@ -36,7 +36,7 @@ from hf_dist_ext.failures import activity
 
 logger = logging.get_logger(__name__)
 
-VERSION = 3  # of the file
+VERSION = 4  # of the file
 
 
 def tokenized_once(dataset: Any, collator: Any, args: Any, rows_per_micro_batch: int) -> Any:
@@ -66,29 +66,31 @@ def _tokenized(dataset: Any, collator: Any) -> Any:
     if not hasattr(collator, "tokens_depend_on") or not datasets.is_caching_enabled():
         return dataset
     shown = dataset.format["columns"]  # not those that `with_format` leaves out
-    kinds = {name: column_kind(dataset.features[name]) for name in collator.columns if name in shown}
-    kinds = {name: kind for name, kind in kinds.items() if kind in ("text", "texts") and collator.gives_tokens(name)}
-    how = {name: collator.tokens_depend_on(name) for name in kinds}
-    kinds = {name: kind for name, kind in kinds.items() if how[name] is not None}
-    if not kinds:
+    texts = [name for name in collator.columns if name in shown and _holds_texts(dataset.features[name])]
+    how = {name: collator.tokens_depend_on(name) for name in texts if collator.gives_tokens(name)}
+    columns = [name for name, facts in how.items() if facts is not None]
+    if not columns:
         return dataset
     facts = [VERSION, transformers.__version__, tokenizers.__version__, dataset._fingerprint, len(dataset)]
-    facts += [[name, kind, how[name]] for name, kind in kinds.items()]
     try:
-        tokens = _kept(facts, dataset, collator, kinds)
+        tokens = _kept([*facts, *((name, how[name]) for name in columns)], dataset, collator, columns)
     except OSError as error:
         logger.warning(
             f"tokens can not be kept in {datasets.config.HF_DATASETS_CACHE} ({error}): texts are tokenized again in "
             "every epoch. Set HF_DATASETS_CACHE to a folder with room."
         )
         return dataset
-    return TokenizedRows(dataset, tokens, kinds)
+    return TokenizedRows(dataset, tokens, columns)
+
+
+def _holds_texts(feature: Any) -> bool:
+    return column_kind(feature) in ("text", "texts")
 
 
 # ---- (1), (2) ----
 
 
-def _kept(facts: list, dataset: Dataset, collator: Any, kinds: Mapping[str, str]) -> Dataset:
+def _kept(facts: list, dataset: Dataset, collator: Any, columns: list[str]) -> Dataset:
     """The tokens in the file that is named after `facts`."""
     key = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
@@ -100,10 +102,10 @@ def _kept(facts: list, dataset: Dataset, collator: Any, kinds: Mapping[str, str]
 
     def make(path: Path) -> None:
         dataset.map(
-            partial(_tokens_of, collator=collator, kinds=kinds),
+            partial(_tokens_of, collator=collator, columns=columns),
             batched=True,
             remove_columns=dataset.column_names,
-            features=_features(collator, kinds),
+            features=_features(collator, columns),
             cache_file_name=str(path),
             new_fingerprint=key,
             desc="tokens",
@@ -112,31 +114,23 @@ def _kept(facts: list, dataset: Dataset, collator: Any, kinds: Mapping[str, str]
     return kept_file(f"tokens_{key}.arrow", read, make)
 
 
-def _features(collator: Any, kinds: Mapping[str, str]) -> Features:
-    features = Features()
-    for column, kind in kinds.items():
-        for key in collator.token_keys(column):
-            of_text = List(Value(np.dtype(KEPT[key]).name))
-            features[f"{column}.{key}"] = of_text if kind == "text" else List(of_text)
-    return features
+def _features(collator: Any, columns: list[str]) -> Features:
+    keys = [(column, key) for column in columns for key in collator.token_keys(column)]
+    return Features({f"{column}.{key}": List(List(Value(np.dtype(KEPT[key]).name))) for column, key in keys})
 
 
-def _tokens_of(rows: Mapping[str, list], collator: Any, kinds: Mapping[str, str]) -> pa.Table:
-    """Columns "query.input_ids", ...: a list per row, or for several texts in a row a list of lists."""
+def _tokens_of(rows: Mapping[str, list], collator: Any, columns: list[str]) -> pa.Table:
+    """Columns "query.input_ids", ...: a list of lists per row, one for each text."""
     activity.touch()  # it goes on
     table = {}
-    for column, kind in kinds.items():
-        if kind == "text":
-            texts = [text or "" for text in rows[column]]  # of a row without a text no tokens are asked for
-        else:
-            of_rows = [_filled(texts) for texts in rows[column]]
-            texts = [text for of_row in of_rows for text in of_row]
+    for column in columns:
+        of_rows = [_texts(value) for value in rows[column]]
+        texts = [text for of_row in of_rows for text in of_row]
         tokens = collator.tokens(column, texts or [""])  # tokenizers refuse no text at all; no row has this one
         for key, values in tokens.values.items():
             values = pa.ListArray.from_arrays(_offsets(tokens.lengths), pa.array(values))
-            if kind == "texts":
-                values = pa.ListArray.from_arrays(_offsets([len(of_row) for of_row in of_rows]), values)
-            table[f"{column}.{key}"] = values
+            counts = [len(of_row) for of_row in of_rows]
+            table[f"{column}.{key}"] = pa.ListArray.from_arrays(_offsets(counts), values)
     return pa.table(table)
 
 
@@ -144,35 +138,34 @@ def _offsets(lengths: Sequence[int]) -> pa.Array:
     return pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
 
 
-def _filled(texts: list | None) -> list[str]:
-    return [text for text in texts or () if not is_empty(text)]
+def _texts(value: Any) -> list[str]:
+    """Those of a row that are no empty ones."""
+    return [text for text in as_list(value) if not is_empty(text)]
 
 
 # ---- (3) ----
 
 
 class TokenizedRows(RowsAround):
-    """The rows of a `datasets.Dataset`, whose texts carry tokens.
+    """The rows of a `datasets.Dataset`, whose texts carry tokens in `columns`."""
 
-    `kinds`: of the columns that have tokens, "text" or "texts".
-    """
-
-    def __init__(self, dataset: Dataset, tokens: Dataset, kinds: Mapping[str, str]):
+    def __init__(self, dataset: Dataset, tokens: Dataset, columns: list[str]):
         super().__init__(dataset)
-        self.tokens, self.kinds = tokens.with_format("arrow"), dict(kinds)
+        self.tokens, self.columns = tokens.with_format("arrow"), columns
 
     def __getitem__(self, key: Any) -> Any:
         return self.__getitems__([key])[0] if isinstance(key, int) else self.dataset[key]
 
     def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
         rows, table = self.dataset.__getitems__(numbers), self.tokens[numbers]
-        for column, kind in self.kinds.items():
+        for column in self.columns:
             keys = [key for key in KEPT if f"{column}.{key}" in table.column_names]
-            kept = [table.column(f"{column}.{key}").to_numpy() for key in keys]  # (rows,) arrays, or arrays of arrays
+            kept = [table.column(f"{column}.{key}").to_numpy() for key in keys]  # (rows,) arrays of arrays
             for row, *of_row in zip(rows, *kept, strict=True):
-                if kind == "texts":
-                    texts = zip(_filled(row[column]), *of_row, strict=True)
-                    row[column] = [TokenizedText(text, dict(zip(keys, own, strict=True))) for text, *own in texts]
-                elif row[column] is not None:
-                    row[column] = TokenizedText(row[column], dict(zip(keys, of_row, strict=True)))
+                texts = zip(_texts(row[column]), *of_row, strict=True)
+                carried = [TokenizedText(text, dict(zip(keys, own, strict=True))) for text, *own in texts]
+                if isinstance(row[column], list):
+                    row[column] = carried
+                elif carried:
+                    row[column] = carried[0]
         return rows
