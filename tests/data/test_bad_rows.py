@@ -165,6 +165,8 @@ def test_a_row_with_fewer_negatives_than_others_is_a_bad_row():
     rows, tally = GuardedRows(triplets((5, 6, 9))), Tally(0)
     batch = GuardedCollator(collate, rows, "it", tally, can_replace=True)(rows.__getitems__([4, 5]))
     assert batch["ids"]["row"].tolist() == [4, 7] and tally.rows() == [5], "6 cannot take the place of 5 either"
+    batch = GuardedCollator(collate, rows, "it", Tally(0), can_replace=True)(rows.__getitems__([5, 4]))
+    assert batch["ids"]["row"].tolist() == [7, 4], "rows are compared with the first of the dataset"
     strict = GuardedCollator(collate, rows, "it", tally, can_replace=False)
     with pytest.raises(UsageError, match=r"it, row 5 \(counted from 0\).*one row has 2 negatives and another one 1"):
         strict(rows.__getitems__([4, 5]))
