@@ -31,7 +31,7 @@ from hf_dist_ext.planner.devices import count_devices
 from hf_dist_ext.run import deepspeed_install, lease, packages, record
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.preemption import INTERRUPTED, REQUEUE, SIGNALS, forward_to_children, is_free
-from hf_dist_ext.run.presets import find_preset, is_shipped, kind_of, load_preset, mesh_size
+from hf_dist_ext.run.presets import distributed_type, find_preset, is_shipped, load_preset, mesh_size
 
 HANDED_OVER = "HF_DIST_HANDED_OVER"  # set for the processes of (2), whose run was checked before they existed
 CPU_PROCESSES = 2  # where no device says how many
@@ -71,13 +71,8 @@ def _check_before_ranks(run: Run) -> None:
     """What needs no library. The folder comes last, as to overwrite it is no remedy for any other mistake."""
     for one in run.stages or [run]:
         packages.check(one.training)
-    _check_data(run)
+    check_data(run)
     check_output_dir(run.training)
-
-
-def _check_data(run: Run) -> None:
-    for one in run.stages or [run]:
-        check_data(one)
 
 
 def is_launched() -> bool:
@@ -129,7 +124,7 @@ def plan_launch(run: Run, devices: int, program: Sequence[str] = ("scripts/train
         asked = choice.preset
     path = find_preset(asked)
     preset = load_preset(path)
-    kind = kind_of(preset)
+    kind = distributed_type(preset)
     devices = 0 if preset.get("use_cpu") else devices
     _refuse_impossible(run, kind, _fsdp_version(preset), devices, f'accelerate_config="{path.stem}"')
     if kind == "NO":
@@ -286,7 +281,7 @@ def check_running(run: Run) -> None:
     """
     if launched.rank() != 0:
         if launched.rank() % launched.processes_here(1) == 0:  # another machine, with files of its own
-            _check_data(run)
+            check_data(run)
         return
     _check_before_ranks(run)
     processes = launched.processes()
@@ -330,7 +325,7 @@ def _what_is_asked(run: Run, kind: str, fsdp_version: int, processes: int) -> st
     asked, wanted = run.options.accelerate_config or "auto", run.options.num_processes
     if asked != "auto":
         preset = load_preset(find_preset(asked))
-        asked_kind, version, group = kind_of(preset), _fsdp_version(preset), _group_size(preset)
+        asked_kind, version, group = distributed_type(preset), _fsdp_version(preset), _group_size(preset)
         is_same = asked_kind == kind or (asked_kind == "MULTI_GPU" and processes == 1 and kind == "NO")
         is_same &= (group > 1) == (launched.mesh_size("tp") > 1)  # --parallelism_config_tp_size says how large
         if not is_same or (kind == "FSDP" and version != fsdp_version):

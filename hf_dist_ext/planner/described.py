@@ -97,7 +97,7 @@ def _trains(run: Run) -> str:
 
 def check_data(run: Run) -> None:
     """UsageError for data that training would refuse, before a process is started or waits for others."""
-    for clause in _datasets(run):
+    for clause in [clause for one in run.stages or [run] for clause in _datasets(one)]:
         if clause.startswith(WRONG):
             raise UsageError(f"The data can not be trained on: {clause.removeprefix(WRONG)}.")
 

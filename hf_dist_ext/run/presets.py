@@ -77,7 +77,7 @@ def load_preset(path: Path) -> dict[str, Any]:
     return content
 
 
-def kind_of(preset: dict[str, Any]) -> str:
+def distributed_type(preset: dict[str, Any]) -> str:
     """accelerate's distributed_type in capitals; "NO" is one process, and YAML reads a bare NO as false."""
     return str(preset["distributed_type"]).upper().replace("FALSE", "NO")
 
@@ -91,7 +91,7 @@ def mesh_size(preset: dict[str, Any]) -> int:
 def runs_here(path: Path, devices: int) -> str:
     """Whether a preset runs on this machine with so many visible GPUs, and how or why not, in words."""
     preset = load_preset(path)
-    kind, machines = kind_of(preset), int(preset.get("num_machines") or 1)
+    kind, machines = distributed_type(preset), int(preset.get("num_machines") or 1)
     offloads_to = (preset.get("deepspeed_config") or {}).get("offload_optimizer_device")
     if kind == "DEEPSPEED" and (reason := deepspeed_install.why_unusable(offloads_to)):
         return f"no: {reason}"
