@@ -61,7 +61,7 @@ MORE_READS: dict[str, dict[str, tuple[int, str]]] = {
     "late interaction": {
         "copy to the host hf_dist_ext/engine/late_interaction.py:_real_tokens": (
             1, "real tokens of every row")},
-    "accumulation": {TRAINER + "_run_epoch": (2, "once for each micro-batch")},
+    "accumulation": dict.fromkeys((IDS, TRAINER + "_run_epoch"), (2, "once for each micro-batch")),
     "ddp": {"copy to the host hf_dist_ext/strategies/ddp.py:begin_step": (
         2, "DDP orders its buckets anew, in the second step of a training")},
 }  # fmt: skip
@@ -87,7 +87,7 @@ KERNELS = {
     "dense": (92, 239, 126),
     "dropout": (128, 293, 91),
     "clip": (119, 429, 91),
-    "siglip": (89, 234, 122),
+    "siglip": (89, 234, 91),
     "late interaction": (127, 442, 131),
     "cosent": (89, 230, 90),
     "gist": (94, 235, 168),
@@ -98,9 +98,9 @@ KERNELS = {
     "float32": (115, 239, 91),
     "fp16": (89, 235, 91),
     "accumulation": (89, 234, 91),
-    "ddp": (69, 307, 122),
-    "fsdp2": (91, 253, 123),
-    "hsdp": (91, 254, 120),
+    "ddp": (69, 307, 93),
+    "fsdp2": (91, 253, 94),
+    "hsdp": (91, 254, 91),
 }
 FORWARDS = ("a forward without a graph", "a forward whose graph lives until a later phase")
 REPLAYS, LOSS = ("a forward and its backward",), ("the loss and its gradient with respect to the embeddings",)
