@@ -30,6 +30,7 @@ from hf_dist_ext.data.row_check import first_of_node
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.evaluation import corpus
 from hf_dist_ext.evaluation.mteb_task import MtebEvaluator
+from hf_dist_ext.evaluation.views import View
 from hf_dist_ext.run.evaluations import (
     BinaryClassification,
     Evaluation,
@@ -52,17 +53,6 @@ class EncodedSide(NamedTuple):
 
     task: str | None
     prompt: str
-
-
-class DimAndPrecision(NamedTuple):
-    """Of embeddings: leading dimensions, and values in a lower precision. None: all, and as they are."""
-
-    dim: int | None = None
-    precision: str | None = None
-
-    @property
-    def prefix(self) -> str:
-        return "".join(f"{part}_" for part in (f"dim{self.dim}" if self.dim else "", self.precision) if part)
 
 
 class Made(NamedTuple):
@@ -129,11 +119,11 @@ def _of_views(data: Any, model: Any, sides: Mapping, similarity: str, batch_size
     options, found = data.options, []
     _check_fits(options, model)
     views = [
-        DimAndPrecision(*one) for one in product([None, *(options.dims or ())], [None, *(options.precisions or ())])
+        View(similarity, *one) for one in product([None, *(options.dims or ())], [None, *(options.precisions or ())])
     ]
     for view in views[:1] if isinstance(options, Retrieval) else views:  # a corpus is looked at in all views at once
         name = f"{options.name}_{view.prefix}".removesuffix("_")
-        evaluator, figures, headlines = KINDS[type(options)](data, model, view, name, similarity, batch_size)
+        evaluator, figures, headlines = KINDS[type(options)](data, view, name, batch_size)
         for one in getattr(evaluator, "evaluators", [evaluator]):
             one.embed_inputs = partial(_embedded, one.embed_inputs, sides)
         evaluator.figure_names = None if figures is None else [f"{name}_{one}" for one in figures]
@@ -178,19 +168,19 @@ def _encoded(model: Any, rows: list, encode_fn_name: str | None = None, **option
     return getattr(model, f"encode_{encode_fn_name}" if encode_fn_name else "encode")(rows, **options)
 
 
-# ---- (data, model, view, name, similarity, batch_size) -> Made ----
+# ---- (data, view, name, batch_size) -> Made ----
 
 
-def _retrieval(data: Any, model: Any, view: DimAndPrecision, name: str, similarity: str, batch_size: int) -> Made:
-    short = [corpus.names(data.options, similarity, is_short) for is_short in (False, True)]
+def _retrieval(data: Any, view: View, name: str, batch_size: int) -> Made:
+    short = [corpus.names(data.options, view.similarity, is_short) for is_short in (False, True)]
     figures, headlines = ([one.removeprefix(f"{name}_") for one in names] for names in short)
-    prefixes = tuple(f"{one}_" for one in _similarities(data.options, similarity))
+    prefixes = tuple(f"{one}_" for one in _similarities(data.options, view))
     headlines = [one for one in headlines if one.startswith(prefixes)]
-    return Made(corpus.CorpusEvaluator(data, similarity, batch_size, _encoded), figures, headlines)
+    return Made(corpus.CorpusEvaluator(data, view.similarity, batch_size, _encoded), figures, headlines)
 
 
-def _similarity(data: Any, model: Any, view: DimAndPrecision, name: str, similarity: str, batch_size: int) -> Made:
-    names = _similarities(data.options, similarity)
+def _similarity(data: Any, view: View, name: str, batch_size: int) -> Made:
+    names = _similarities(data.options, view)
     evaluator = of_vectors.EmbeddingSimilarityEvaluator(
         *data.columns.values(), batch_size, name=name, precision=view.precision, truncate_dim=view.dim,
         similarity_fn_names=names, write_csv=False,
@@ -199,8 +189,8 @@ def _similarity(data: Any, model: Any, view: DimAndPrecision, name: str, similar
     return Made(evaluator, figures, [one for one in figures if one.startswith("spearman")])
 
 
-def _binary(data: Any, model: Any, view: DimAndPrecision, name: str, similarity: str, batch_size: int) -> Made:
-    names = _similarities(data.options, similarity)
+def _binary(data: Any, view: View, name: str, batch_size: int) -> Made:
+    names = _similarities(data.options, view)
     first, second, labels = data.columns.values()
     evaluator = of_vectors.BinaryClassificationEvaluator(
         first, second, [int(label) for label in labels], name, batch_size, write_csv=False, truncate_dim=view.dim,
@@ -210,10 +200,10 @@ def _binary(data: Any, model: Any, view: DimAndPrecision, name: str, similarity:
     return Made(evaluator, figures, [one for one in figures if one.endswith("_ap")])
 
 
-def _triplet(data: Any, model: Any, view: DimAndPrecision, name: str, similarity: str, batch_size: int) -> Made:
-    rows, names = data.columns.values(), _similarities(data.options, similarity)
+def _triplet(data: Any, view: View, name: str, batch_size: int) -> Made:
+    rows, names = data.columns.values(), _similarities(data.options, view)
     more = {"margin": data.options.margin, "name": name, "batch_size": batch_size, "write_csv": False}
-    if similarity == MAXSIM:
+    if view.similarity == MAXSIM:
         evaluator = of_tokens.MultiVectorTripletEvaluator(*rows, **more)
     else:
         evaluator = of_vectors.TripletEvaluator(*rows, truncate_dim=view.dim, similarity_fn_names=names, **more)
@@ -221,39 +211,39 @@ def _triplet(data: Any, model: Any, view: DimAndPrecision, name: str, similarity
     return Made(evaluator, figures, figures)
 
 
-def _reranking(data: Any, model: Any, view: DimAndPrecision, name: str, similarity: str, batch_size: int) -> Made:
+def _reranking(data: Any, view: View, name: str, batch_size: int) -> Made:
     rows = [dict(zip(data.columns, row, strict=True)) for row in zip(*data.columns.values(), strict=True)]
     k = data.options.at_k
     more = {"at_k": k, "name": name, "batch_size": batch_size, "write_csv": False}
     figures = ["map", f"mrr@{k}", f"ndcg@{k}"]
-    if similarity == MAXSIM:
+    if view.similarity == MAXSIM:
         return Made(of_tokens.MultiVectorRerankingEvaluator(rows, **more), figures, figures)
-    (one,) = _similarities(data.options, similarity)
+    (one,) = _similarities(data.options, view)
     compare = SimilarityFunction.to_similarity_fn(one)
     evaluator = of_vectors.RerankingEvaluator(rows, similarity_fct=compare, truncate_dim=view.dim, **more)
     return Made(evaluator, figures, figures)
 
 
-def _nano_beir(data: Any, model: Any, view: DimAndPrecision, name: str, similarity: str, batch_size: int) -> Made:
+def _nano_beir(data: Any, view: View, name: str, batch_size: int) -> Made:
     options = data.options
     given = {"dataset_id": options.path, "batch_size": batch_size, "write_csv": False}
     with loading_errors(options.path):
-        if similarity == MAXSIM:
+        if view.similarity == MAXSIM:
             return Made(of_tokens.MultiVectorNanoBEIREvaluator(options.dataset_names, **given), None, None)
-        compare = {similarity: SimilarityFunction.to_similarity_fn(similarity)}
+        compare = {view.similarity: SimilarityFunction.to_similarity_fn(view.similarity)}
         evaluator = of_vectors.NanoBEIREvaluator(
             options.dataset_names, truncate_dim=view.dim, score_functions=compare, **given
         )
     return Made(evaluator, None, None)
 
 
-def _mteb(data: Any, model: Any, view: DimAndPrecision, name: str, similarity: str, batch_size: int) -> Made:
-    evaluator = MtebEvaluator(data.options, similarity, batch_size, _encoded)
+def _mteb(data: Any, view: View, name: str, batch_size: int) -> Made:
+    evaluator = MtebEvaluator(data.options, view.similarity, batch_size, _encoded)
     return Made(evaluator, ["main_score"], ["main_score"])
 
 
-def _similarities(options: Evaluation, similarity: str) -> list[str]:
-    return list(options.similarity_fn_names or [similarity])
+def _similarities(options: Evaluation, view: View) -> list[str]:
+    return list(options.similarity_fn_names or [view.similarity])
 
 
 def _with_max(names: Sequence[str]) -> list[str]:
