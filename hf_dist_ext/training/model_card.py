@@ -37,16 +37,6 @@ logger = logging.get_logger(__name__)
 
 NAME, OURS = "README.md", "hf_dist_ext"
 MARK = f"<!-- Written by hf_dist_ext. A later run leaves the file as it is once the tag {GENERATED} is removed. -->"
-_DATA = (
-    "dataset_name",
-    "datasets",
-    "datasets_temperature",
-    "dataset_config_name",
-    "train_split",
-    "columns",
-    "max_train_samples",
-)
-_TRAINED = ("trainable_modules", "frozen_modules", "lora_r", "lora_alpha", "lora_target_modules")
 # What their card calls a model that has no name on the hub.
 _NO_NAME, _FROM_HUB = "sentence_transformers_model_id", "# Download from the 🤗 Hub\n"
 _LOADS = re.compile(r'((?:SentenceTransformer|MultiVectorEncoder|from_pretrained)\()"[^"]*"')
@@ -230,8 +220,6 @@ def section(
         "",
         f"* Made from {made_from}, with hf_dist_ext {packages.version('hf_dist_ext')}.",
         *(f"* Trained: {_stage(life)}{_share(life)}." for life in reports),
-        *_fields("What trains", given, _TRAINED),
-        *_fields("Data", given, _DATA),
         f"* Task: `{run.options.task}`. Processes: {report['world_size']}{_hardware(lives)}. Every setting of the run "
         "is in `run.json`, all logged figures are in `metrics.jsonl`.",
         "",
@@ -260,11 +248,6 @@ def _share(life: Mapping[str, Any]) -> str:
 def _hardware(lives: Sequence[Life]) -> str:
     on = dict.fromkeys(f"{life.strategy} on {life.device}".removeprefix("none on ") for life in lives)
     return f" ({', then '.join(on)})" if on else ""
-
-
-def _fields(what: str, given: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    fields = [f"`{name}` {json.dumps(given[name])}" for name in names if given.get(name) is not None]
-    return [f"* {what}: {', '.join(fields)}."] if fields else []
 
 
 def _prompts(folder: Path, run: Run) -> list[str]:
