@@ -104,7 +104,7 @@ def measured(name: str, layers: int, pairs: int, tokens: int) -> dict[str, dict[
     of_all = {"weights": sizes[0], "tokens": int(lengths.sum())}
     plain = {key: found[key] for key in ("seconds", "products", "launched")}
     step, chunk = max(seen, key=lambda one: one[1].features["input_ids"].numel())
-    costs = compiled.chunk_costs(cases.DEVICE, step, step.sizes.model(), chunk)
+    costs = compiled.chunk_costs(cases.DEVICE, step, step.run.bare_model, chunk)
     times, num_chunks = of_all["tokens"] / chunk.features["input_ids"].numel(), len(kernels[cases.REPLAY])
     made = {
         "seconds": plain["seconds"] - sum(map(sum, seconds.values())) + times * sum(one["seconds"] for one in costs),

@@ -87,7 +87,7 @@ def chunk_costs(device: FakeDevice, step: Any, model: torch.nn.Module, chunk: An
     made = torch.compile(model, backend=backend(device), dynamic=True)
 
     def encode() -> torch.Tensor:
-        with step.precision():
+        with step.run.precision():
             return step.sizes.embedder.call(made, chunk.features, chunk.column, None)
 
     def forward() -> None:
