@@ -43,12 +43,14 @@ POOLING_FLAGS = {
 }
 
 
-def empty_copy(model: Any) -> Any:
-    """The model without its weights: parameters and buffers are on the meta device. Call it before wrapping."""
+def empty_copy(model: Any, has_hooks: bool = False) -> Any:
+    """The model without its weights: parameters and buffers are on the meta device. Call it before wrapping.
+    `has_hooks`: whoever split the model over processes has put hooks into its backbone, which the copy lacks."""
     kept = {id(p): nn.Parameter(_on_meta(p), p.requires_grad) for p in model.parameters()}
     kept |= {id(buffer): _on_meta(buffer) for buffer in model.buffers()}
     kept |= {id(one): one for one in _shared(model)}
-    if (inside := model.transformers_model) is not None and any(map(is_sharded, inside.modules())):
+    inside = model.transformers_model
+    if inside is not None and (has_hooks or any(map(is_sharded, inside.modules()))):
         kept[id(inside)] = _made_anew(inside)
     of_backbone = set() if inside is None else set(inside.modules())
     for module in set(filter(is_sharded, model.modules())) - of_backbone:  # those of a pipeline's last stage
@@ -85,6 +87,18 @@ def _without_hooks(module: nn.Module, kept: dict[int, Any]) -> nn.Module:
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta")
+
+
+def whole_copy(model: Any, weights: Mapping[str, torch.Tensor]) -> Any:
+    """Of a model that is split over processes, as one process would have it. `weights`: the whole state dict."""
+    made = empty_copy(model, has_hooks=True)
+    made.load_state_dict(weights, assign=True)
+    own = dict(model.named_buffers())
+    for name, buffer in list(made.named_buffers()):  # tables that are in no state dict
+        if buffer.is_meta:
+            path, _, last = name.rpartition(".")
+            made.get_submodule(path).register_buffer(last, own[name].detach().clone(), persistent=False)
+    return made
 
 
 def save(empty: Any, weights: Mapping[str, torch.Tensor], folder: str | Path, merged: bool = False) -> None:

@@ -133,41 +133,42 @@ class Comparison:
 
     def __init__(self, chunks: Sequence[Chunk], before: Sequence[Output]):
         self.chunks, self.before = chunks, before
-        self._sizes: list[torch.Tensor] = []  # difference and magnitude, in turn
+        self._differences: list[torch.Tensor] = []
+        self._first: list[torch.Tensor] = []  # embeddings of pass 1 that were compared
         self._numbers: list[int] = []
-        self._places: list[str] = []
 
     @torch.no_grad()
     def add(self, number: int, output: Output, gradients: Output) -> None:
-        """What pass 3 gives for a chunk. An idle one's rows are nobody's. `gradients`: those of the cache. Numbers
-        without one are not compared: padding among token vectors is whatever the width of its chunk makes of it."""
+        """What pass 3 gives for a chunk. An idle one's rows are nobody's. `gradients`: those of the cache. Of several
+        vectors per row those without one are not compared: padding among them is whatever the width of its chunk
+        makes of it."""
         if self.chunks[number].is_idle:
             return
         names = sorted(gradients) if isinstance(gradients, Mapping) else []
         three = [_tensors(one, names) for one in (output, self.before[number], gradients)]
         for now, first, gradient in zip(*three, strict=True):
-            if now.dim() > 1:  # what one has beyond the others is padding
+            if now.dim() > 2 or (names and now.dim() > 1):  # what one has beyond the others is padding
                 width = min(one.shape[1] for one in (now, first, gradient))
                 now, first, gradient = (one[:, :width] for one in (now, first, gradient))
-            self._sizes += [_largest((now - first).masked_fill(gradient == 0, 0)), _largest(first)]
-            columns = " and ".join(self.chunks[number].columns)
+                now = torch.where(gradient == 0, first, now)
+            self._differences.append(torch.dist(now, first, math.inf))
+            self._first.append(first)
             self._numbers.append(number)
-            self._places.append(f"{columns}, chunk {number + 1} of {len(self.chunks)}")
 
+    @torch.no_grad()
     def result(self) -> ReplayError | None:
         """None: every graph was kept, and nothing was encoded twice."""
-        if not self._sizes:
+        if not self._numbers:
             return None
-        differences, magnitudes = torch.stack(self._sizes).float().view(-1, 2).unbind(1)
-        return ReplayError(differences / magnitudes, self._numbers, self._places)
+        sizes = torch.stack([*self._differences, *torch._foreach_norm(self._first, math.inf)]).float()
+        differences, magnitudes = sizes.view(2, -1).unbind()
+        columns = [" and ".join(self.chunks[number].columns) for number in self._numbers]
+        places = [f"{c}, chunk {n + 1} of {len(self.chunks)}" for c, n in zip(columns, self._numbers, strict=True)]
+        return ReplayError(differences / magnitudes, self._numbers, places)
 
 
 def _tensors(output: Output, names: Sequence[str]) -> list[torch.Tensor]:
     return [output[name] for name in names] if isinstance(output, Mapping) else [output]
-
-
-def _largest(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(tensor, math.inf)
 
 
 # ---- (3) ----

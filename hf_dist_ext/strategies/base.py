@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist_ext.engine.chunks import ChunkedBatch
+from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import Embeddings, Encode, Passes, Phase, PhaseContext, encode_without_graph
+from hf_dist_ext.engine.outputs import Output
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.rows import Rows
@@ -195,6 +196,10 @@ class Strategy:
         """Embeddings of an evaluation, on every rank."""
         return encode_without_graph(batch, encode, phase)
 
+    def encoded_chunk(self, chunk: Chunk, encode: Encode) -> Output:
+        """One chunk alone, on every rank."""
+        return encode(chunk)
+
     @contextmanager
     def training(self) -> Iterator[None]:
         """Around `train()`. The seed is that of all ranks again afterwards: samplers of a next training ask for it."""
@@ -210,6 +215,14 @@ class Strategy:
     def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:
         """After its last backward: gradients that no wrapper reduces."""
         self.rows.average_gradients(loss_parameters)
+
+    def keeping_gradients(self) -> AbstractContextManager:
+        """While inside, no update is made of gradients, and `gradient_of` finds them after the last backward."""
+        return nullcontext()
+
+    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """After the last backward of an update, as the optimizer gets it."""
+        return parameter.grad
 
     def clip(
         self, parameters: Iterable[nn.Parameter], loss_parameters: Sequence[nn.Parameter], max_norm: float

@@ -7,7 +7,8 @@
 (3) an update that is not finite: a loss that is not takes the gradient with it, the reduction tells all ranks, and the
     engine skips the update by itself, as it does for an fp16 overflow
 (4) the loss's own parameters are no part of the engine: they share its gradient norm and step right after it
-(5) what can not be exact or can not be reached is refused
+(5) an audit's updates are skipped in the same way, once their gradients are copied
+(6) what can not be exact or can not be reached is refused
 
 DeepSpeed keeps float32 master weights and averages over ranks, as DDP does: no factor of ours enters.
 """
@@ -37,6 +38,7 @@ class ZeRO(Strategy):
     optimizer_file = "global_step*"
     pads_rows = "it was not compared with padded rows under DeepSpeed"
     fixed_accumulation = "DeepSpeed's accumulation is fixed when it starts"
+    _kept: dict[nn.Parameter, torch.Tensor] | None = None  # gradients of an update that is not made
 
     @classmethod
     def runs(cls, accelerator: Any) -> bool:
@@ -107,7 +109,7 @@ class ZeRO(Strategy):
             together, self._together = self._together, None
             together.close()  # the one reduction
             engine.set_gradient_accumulation_boundary(True)
-        with self._with_loss_parameters():
+        with self._with_loss_parameters(*([] if self._kept is None else [self._keep()])):
             engine.step()
 
     def mark(self, loss: torch.Tensor, own_loss: torch.Tensor) -> torch.Tensor:
@@ -121,7 +123,7 @@ class ZeRO(Strategy):
         """The engine does it in its step."""
 
     def update_norm(self, norm: Any) -> Any:
-        return norm if self.engine.was_step_applied() else math.inf
+        return norm if self.engine.was_step_applied() else math.inf if self._kept is None else 0.0
 
     def has_scaler(self, args: Any) -> bool:
         return super().has_scaler(args) or args.fp16
@@ -138,20 +140,23 @@ class ZeRO(Strategy):
     # ---- (4) ----
 
     @contextmanager
-    def _with_loss_parameters(self) -> Iterator[None]:
-        """Around the engine's step: the loss's parameters are clipped with the model's and skipped with them.
+    def _with_loss_parameters(self, *norms: torch.Tensor) -> Iterator[None]:
+        """Around the engine's step: the loss's parameters are clipped with the model's and skipped with them. `norms`:
+        of more gradients.
 
         Their group stands in the base optimizer, for its rates and its schedule, but not while ZeRO looks: it takes
         every group for one that it has cut up.
         """
         parameters = self.loss_parameters
-        if not parameters:
+        if not parameters and not norms:
             yield
             return
         self.rows.average_gradients(parameters)
         zero, ids = self.engine.optimizer, {id(p) for p in parameters}
         gradients = [p.grad.float() / zero.loss_scale for p in parameters]
-        norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients]))
+        if self._kept is not None:
+            self._kept |= zip(parameters, gradients, strict=True)
+        norm = torch.linalg.vector_norm(torch.stack([*map(torch.linalg.vector_norm, gradients), *norms]))
         base = bare_optimizer(self.optimizer)
         groups = base.param_groups
         own = [group for group in groups if any(id(p) in ids for p in group["params"])]
@@ -175,6 +180,28 @@ class ZeRO(Strategy):
         optimizer.step()
 
     # ---- (5) ----
+
+    @contextmanager
+    def keeping_gradients(self) -> Iterator[None]:
+        self._kept = {}
+        try:
+            yield
+        finally:
+            self._kept = None
+
+    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return parameter.grad if self._kept is None else self._kept.get(parameter)
+
+    def _keep(self) -> torch.Tensor:
+        """The norm with which the engine skips the update whose gradients it has."""
+        from deepspeed.utils import safe_get_full_grad
+
+        trained, scale = (p for p in self.model.parameters() if p.requires_grad), self.engine.optimizer.loss_scale
+        whole = [(p, safe_get_full_grad(p)) for p in trained]
+        self._kept = {p: gradient / scale for p, gradient in whole if gradient is not None}
+        return torch.tensor(math.inf, device=self.accelerator.device)
+
+    # ---- (6) ----
 
     def check(self, has_loss_parameters: bool, has_budget: bool) -> None:
         if has_loss_parameters:

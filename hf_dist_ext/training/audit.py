@@ -12,6 +12,7 @@ Afterwards weights, buffers and random numbers are as they were, and the run's f
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import zlib
@@ -24,11 +25,14 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from hf_dist_ext.checkpoints.sentence_model import whole_copy
+from hf_dist_ext.checkpoints.trainable import named
 from hf_dist_ext.data.collator import CUTS
 from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.strategies.tensors import held_here, is_split, num_parts, put, split_as
+from hf_dist_ext.strategies.tensors import held_here, is_split, num_elements, num_parts, put, split_as
 from hf_dist_ext.training import audit_rows
 from hf_dist_ext.training.audit_rows import digest_of
 from hf_dist_ext.training.plain_step import PlainStep, on, trained
@@ -105,24 +109,45 @@ class _Audit:
         self.checks: list[Check] = []
 
     def run(self) -> AuditReport:
-        self.repeated.run(self.updates())
+        with self.trainer.strategy.keeping_gradients():
+            self.repeated.run(self.updates())
         return AuditReport(self.described(), collectives.told_by_first(self.checks))
 
     def _copy(self) -> tuple[PlainStep | None, str]:
-        """Before the model is wrapped."""
-        model, strategy = self.trainer.bare_model, self.trainer.strategy
-        hook = getattr(self.trainer.args, "ddp_comm_hook", None)
-        if strategy.comes_with_model:
-            return None, "no process has the whole model; audit the run on one process, or under FSDP, too"
-        if any(is_split(parameter) for parameter in model.parameters()):
-            return None, "the model is sharded already: audit before train()"
-        if not strategy.holds_gradients:
-            return None, "DeepSpeed keeps no gradient: it takes the optimizer's step in the backward"
+        """Before the model is wrapped, or put together of its parts. Every rank calls it."""
+        trainer, model, strategy = self.trainer, self.trainer.bare_model, self.trainer.strategy
+        hook = getattr(trainer.args, "ddp_comm_hook", None)
         if hook is not None and hook not in ("fp16", "bf16"):
             return None, f'ddp_comm_hook="{hook}" sends an approximation'
         if not all(p.is_floating_point() for p in model.parameters()):
             return None, "quantized weights have no copy in float64"
-        return (PlainStep(model, self.trainer.loss) if self.is_first else None), ""
+        if any(num_elements(p) != p.numel() for p in model.parameters()):
+            return None, "ZeRO-3 has split the model already: audit it before train()"
+        if not (strategy.comes_with_model or any(map(is_split, model.parameters()))):
+            return self._copied(model) if self.is_first else None, ""
+        if not is_of_sentence_transformers(model):
+            return None, (
+                f"no process has the whole {type(model).__name__}, and only models of sentence-transformers are put "
+                "together of their parts; audit the run on one process or under DDP, too"
+            )
+        return self._put_together(model), ""
+
+    def _copied(self, model: nn.Module) -> PlainStep:
+        card, dtype = getattr(model, "model_card_data", None), self.trainer.strategy.casts_to
+        copied = copy.deepcopy(model, {id(card): card})  # the card knows the trainer
+        return PlainStep(copied if dtype is None else copied.to(getattr(torch, dtype)), self.trainer.loss)
+
+    def _put_together(self, model: nn.Module) -> PlainStep | None:
+        strategy, names = self.trainer.strategy, trained(model, self.trainer.loss)
+        trains = {name for part in strategy.said_by_parts([*names]) for name in part}
+        weights = strategy.whole_weights(self.trainer.model, keep=self.is_first)
+        if not self.is_first:
+            return None
+        with strategy.saving_whole(model):
+            made = whole_copy(model, weights)
+        for name, parameter in named(made.named_parameters()).items():
+            parameter.requires_grad_(name in trains)
+        return PlainStep(made, self.trainer.loss)
 
     # ---- (1) ----
 
@@ -141,9 +166,6 @@ class _Audit:
         scored = self.repeated.scored[-1] if self.repeated.scored else None
         is_right, note = audit_rows.labels(scored, self.repeated.score, strategy.rows)
         self.add(LABELS, is_right, note=note)
-        if not strategy.holds_gradients:
-            self.add("gradient", None, note=self.why_no_plain)
-            return
         self.check_equal_on_ranks()
         whole = self.gathered()
         self.check_what_trains(whole)
@@ -170,11 +192,16 @@ class _Audit:
         rows = self.trainer.strategy.rows
         return sum(rows.one_of_each(collectives.everyones(self.repeated.loss.item()))) / rows.size
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """What this process has of them."""
+        own = {name: self.trainer.strategy.gradient_of(p) for name, p in self.parameters.items()}
+        return {name: gradient for name, gradient in own.items() if gradient is not None}
+
     def gathered(self, tensors: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """Whole gradients (or `tensors`, by the same names) in float64, on rank 0."""
         if tensors is None:
-            own = {name: p.grad for name, p in self.parameters.items()}
-            tensors = {n: torch.zeros_like(p) if own[n] is None else own[n] for n, p in self.parameters.items()}
+            own = self.gradients()
+            tensors = {n: own[n] if n in own else torch.zeros_like(p) for n, p in self.parameters.items()}
         found = self.trainer.strategy.collected(tensors, keep=self.is_first)
         return {name: tensor.double() for name, tensor in found.items()}
 
@@ -195,8 +222,8 @@ class _Audit:
     def check_equal_on_ranks(self) -> None:
         if collectives.world_size() == 1:
             return
-        own = {n: p.grad for n, p in self.parameters.items() if p.grad is not None and num_parts(p.grad) == 1}
-        digests = {name: digest_of(held_here(grad)) for name, grad in own.items()}
+        own = {name: gradient for name, gradient in self.gradients().items() if num_parts(gradient) == 1}
+        digests = {name: digest_of(held_here(gradient)) for name, gradient in own.items()}
         everyone = collectives.everyones(digests)
         unequal = sorted({n for said in everyone for n in said if any(o.get(n, said[n]) != said[n] for o in everyone)})
         shards = len(self.parameters) - len(own)
@@ -223,15 +250,18 @@ class _Audit:
         if any(p.dtype.itemsize < 4 for p in self.parameters.values()):
             self.add("loss along two directions", None, note="weights in half precision can not move a little")
             return
+        if any(num_elements(p) != p.numel() for p in self.parameters.values()):
+            self.add("loss along two directions", None, note="weights are whole in a layer's forward alone (ZeRO-3)")
+            return
         dtype = self.coarsest(with_loss=True)
         norm = math.sqrt(sum(grad.square().sum().item() for grad in whole.values()))
         norm = collectives.told_by_first(norm)
         if not norm:
             return
         before = {name: held_here(p.detach()).clone() for name, p in self.parameters.items()}
-        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in self.parameters.items()}
+        gradients = {name: gradient.clone() for name, gradient in self.gradients().items()}
         for number in range(DIRECTIONS):
-            direction = {n: self._direction(number, n, p, gradients[n], norm) for n, p in self.parameters.items()}
+            direction = {n: self._direction(number, n, p, gradients.get(n), norm) for n, p in self.parameters.items()}
             ours = sum((whole[n] * one).sum().item() for n, one in self.gathered(direction).items())
             ours = collectives.told_by_first(ours)
             step, found = LOSS_MOVES[dtype] * max(abs(loss), 1e-3) / abs(ours or norm), []

@@ -51,6 +51,8 @@ class Life:
         losses: (step, loss) as logged, those before a resume too.
         evaluations: of `curves.panels_of`.
         best_step: whose weights were kept as the best; None: those of the last step were.
+        replay_error: the largest that was logged, those before a resume too; None: no chunk was encoded twice.
+        replay_tolerance: the run's argument.
     """
 
     name: str
@@ -59,20 +61,24 @@ class Life:
     best_step: int | None
     strategy: str
     device: str
+    replay_error: float | None = None
+    replay_tolerance: float | None = None
 
 
 def life_of(trainer: Any, figures: Sequence[str]) -> Life:
     """Of a DistTrainer that has trained. `figures`: names of the evaluation's that are shown, without "eval_"."""
-    device, rows = trainer.args.device, trainer.eval_dataset
+    device, rows, lines = trainer.args.device, trainer.eval_dataset, trainer.state.log_history
     best = final_model.best_of(trainer.args, trainer.state).get("step")
     sets = [*(rows if isinstance(rows, Mapping) else ()), *evaluators.names_of(trainer.evaluator)]
     return Life(
         name=getattr(trainer, "stage", None) or "",
-        losses=[(line["step"], line["loss"]) for line in trainer.state.log_history if "loss" in line],
-        evaluations=curves.panels_of(trainer.state.log_history, figures, sets, best is not None),
+        losses=[(line["step"], line["loss"]) for line in lines if "loss" in line],
+        evaluations=curves.panels_of(lines, figures, sets, best is not None),
         best_step=best,
         strategy=trainer.strategy.name,
         device=torch.get_device_module(device).get_device_name(device) if device.type == "cuda" else device.type,
+        replay_error=max((line["replay_error"] for line in lines if "replay_error" in line), default=None),
+        replay_tolerance=getattr(trainer.args, "replay_tolerance", None),
     )
 
 
@@ -222,6 +228,7 @@ def section(
         *(f"* Trained: {_stage(life)}{_share(life)}." for life in reports),
         f"* Task: `{run.options.task}`. Processes: {report['world_size']}{_hardware(lives)}. Every setting of the run "
         "is in `run.json`, all logged figures are in `metrics.jsonl`.",
+        *_replays(lives),
         "",
         "    " + "\n    ".join(line.format(folder=folder, quoted=shlex.quote(str(folder))) for line in to_load),
         *_prompts(folder, run),
@@ -248,6 +255,16 @@ def _share(life: Mapping[str, Any]) -> str:
 def _hardware(lives: Sequence[Life]) -> str:
     on = dict.fromkeys(f"{life.strategy} on {life.device}".removeprefix("none on ") for life in lives)
     return f" ({', then '.join(on)})" if on else ""
+
+
+def _replays(lives: Sequence[Life]) -> list[str]:
+    return [
+        f"* {life.name + ': ' if life.name else ''}The gradient cache encoded every chunk twice. Embeddings of both "
+        f"passes differed by at most {life.replay_error:.1e} of the largest magnitude of their chunk (`replay_error`"
+        + (f"; `replay_tolerance` {life.replay_tolerance:g})." if life.replay_tolerance is not None else ").")
+        for life in lives
+        if life.replay_error is not None
+    ]
 
 
 def _prompts(folder: Path, run: Run) -> list[str]:

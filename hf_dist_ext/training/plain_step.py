@@ -34,10 +34,10 @@ def trained(model: nn.Module, loss: Any) -> dict[str, nn.Parameter]:
 
 
 class PlainStep:
-    """Copies of a model without its wrappers and of its loss, with the weights that both have now."""
+    """`model`: a copy of the run's without its wrappers. The loss is copied, with the weights that it has now."""
 
     def __init__(self, model: nn.Module, loss: Callable):
-        self.model, self.loss = copy.deepcopy(model), copy.deepcopy(loss)
+        self.model, self.loss = model, copy.deepcopy(loss)
         self.embedder = embedder_of(self.model)
         self._dtypes = [tensor.dtype for tensor in self._tensors()]
         self._buffers = [buffer.clone() for part in self.parts for buffer in part.buffers()]

@@ -81,7 +81,8 @@ def found_causes(
         if in_fixed_order <= most:
             return ["kernels have no fixed order: with torch.use_deterministic_algorithms(True) nothing differs"]
         return [NOTHING_HELD]
-    causes = [kind for kind, difference in by_kind.items() if difference > BEYOND_NOISE * noise]
+    # In a pipeline every rank sees the difference, and the one whose stage has the cause its name.
+    causes = [kind for kind, difference in by_kind.items() if changed[kind] and difference > BEYOND_NOISE * noise]
     found = [KINDS[kind].format(few(changed[kind])) for kind in causes]
     if of_graph > BEYOND_NOISE * noise and of_graph > most:
         modes = f", and changes the mode (training) of {few(changed['modes'])}" if changed["modes"] else ""

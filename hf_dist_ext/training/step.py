@@ -221,16 +221,16 @@ class EmbeddingStep:
 
     def causes_of_replay_error(self, model: nn.Module, worst: int, most: float) -> str:
         """Why embeddings of a chunk of the last batch differ when they are encoded again, in words; "" where encoding
-        it shows nothing, is not one forward of each rank (pipelines), or after the first update. Every rank calls it
-        with the same numbers."""
+        it shows nothing, or after the first update. Every rank calls it with the same numbers."""
         strategy = self.run.strategy
-        if self.layout is None or self._states is None or strategy.is_cut:
+        if self.layout is None or self._states is None:
             return ""
         chunks = self.layout.chunked.chunks()
         worst = min(worst, len(chunks) - 1)
         others = [i for i, chunk in enumerate(chunks) if i != worst and chunk.table == chunks[worst].table]
         other = max(others, key=lambda i: abs(i - worst), default=worst)
-        encode = lambda number: self._encode(model, chunks[number])  # noqa: E731
+        own_encode = functools.partial(self._encode, model)
+        encode = lambda number: strategy.encoded_chunk(chunks[number], own_encode)  # noqa: E731
         with self._sharing_casts():
             recording = lambda: strategy.phase(Phase(KEEP, chunks[worst]))  # noqa: E731
             own = found_causes(encode, worst, other, self._states, most, recording)

@@ -4,6 +4,7 @@ import json
 import random
 import signal
 from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -16,14 +17,17 @@ from hf_dist_ext import cli
 from hf_dist_ext.engine import gradient_cache
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import rows as strategy_rows
+from hf_dist_ext.strategies import splitting
 from hf_dist_ext.strategies.collectives import leave_together, rank
 from hf_dist_ext.strategies.fsdp import FSDP
+from hf_dist_ext.tasks.parts import build_parts, make_arguments
 from hf_dist_ext.training import step as training_step
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.sentence_models import text_model
+from tests.sentence_models import picture_model, pictures, text_model
 from tests.tiny_models import model_config, tiny_pairs
 from tests.training.test_replay import FAULTS, Noisy
 from tests.training.test_trainer import Tiny, collate, trainer
@@ -280,7 +284,104 @@ def test_an_audit_of_two_processes_compares_with_one_that_has_all_rows(tmp_path,
     assert [text for found_all, agrees, text in said.values() if not (found_all and agrees)] == []
 
 
+LLAMA = {"model_config": model_config("llama", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)}
+LORA = {"use_lora": True, "lora_r": 4}
+SPLIT = {  # how a model lies on processes -> fields of its run
+    "multi_gpu_pp@2": {"pipeline_parallel_size": 2},
+    "multi_gpu_tp@2": LLAMA,
+    "multi_gpu_tp@4": LLAMA | LORA,
+    "multi_gpu_3d@4": LLAMA | {"pipeline_parallel_size": 2},
+    "multi_gpu_pp@4": {"pipeline_parallel_size": 2, "sharding": "FULL_SHARD", **LORA},
+    "zero1@2": {"gradient_accumulation_steps": 2, "gradient_cache_chunk_size": 3},
+    "zero2@2": {"bf16": True},
+    "zero3@2": {"frozen_modules": ["encoder.layer.0"]},
+}
+
+
+def audited_of(path: Path) -> DistTrainer:
+    run = load_run(["--config", str(path)])
+    args = make_arguments(run)
+    return build_parts(run, args).make_trainer(args)
+
+
+def with_own_noise(trainer: DistTrainer) -> None:
+    """In the last layer, from a generator that nobody can replay."""
+    for name, module in trainer.bare_model.named_modules():
+        if name.endswith(("encoder.layer.1.output.dense", "layers.3.mlp.down_proj")):
+            module.own = np.random.default_rng(0)
+            module.register_forward_hook(lambda module, given, out: out * (1 + 0.1 * module.own.random()))
+
+
+@pytest.mark.parametrize(
+    "mode", [mode if mode in ("multi_gpu_pp@2", "multi_gpu_tp@2", "zero1@2")
+             else pytest.param(mode, marks=pytest.mark.slow) for mode in SPLIT]
+)  # fmt: skip
+def test_an_audit_of_a_split_model_has_a_plain_step_and_changes_nothing(tmp_path, mode):
+    """Of a model that no process has whole, or whose engine has stepped when its backward ends."""
+    if SPLIT[mode].keys() & LLAMA.keys() and not splitting.is_supported():
+        pytest.skip("tensor parallelism needs transformers 5.23")
+
+    def target(say) -> str:
+        signal.alarm(300)
+        path = run_file(tmp_path, learnable_temperature=True, gradient_cache_chunk_size=3, **SPLIT[mode])
+        sound = audited_of(path)
+        said = {"sound": sound.audit()}
+        torch.manual_seed(1)
+        sound.train()
+        weights = [sound.whole_weights()]
+        (plain := audited_of(path)).args.overwrite_output_dir = True
+        torch.manual_seed(1)
+        plain.train()
+        weights.append(plain.whole_weights())
+        assert rank() or all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+        with mock.patch.object(training_step, "row_weight", lambda own, counts: 2.0):
+            said["factor"] = audited_of(path).audit()
+        with_own_noise(noisy := audited_of(path))
+        said["noise"] = noisy.audit()
+        leave_together()
+        return json.dumps({name: [found(report, ""), str(report)] for name, report in said.items()})
+
+    said = json.loads(Run(mode, tmp_path / "log", target).result())
+    assert said["sound"][0] == [] and "ok    gradient of all parameters" in said["sound"][1], said["sound"]
+    assert "WRONG gradient of all parameters" in said["factor"][1], said["factor"][1]
+    assert "again: the forward draws from backbone.model." in said["noise"][1], said["noise"][1]
+
+
 # ---- the command ----
+
+
+def of_pictures(folder: Path) -> dict:
+    picture_model(folder / "parts").save_pretrained(str(folder / "model"))
+    for number, picture in enumerate(pictures(16)):
+        picture.save(folder / f"{number}.png")
+    rows = [{"caption": f"read {n}", "file": f"{n}.png"} for n in range(16)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    without = dict.fromkeys(("model_config", "tokenizer_name"))
+    return without | {
+        "model_name_or_path": str(folder / "model"), "dataset_name": str(folder / "pairs.jsonl"),
+        "columns": {"query": "caption", "positive": "file"}, "image_columns": ["positive"],
+        "image_folder": str(folder),
+    }  # fmt: skip
+
+
+KINDS = {  # what trains -> fields of its run
+    "pictures": of_pictures,
+    "token vectors": lambda folder: {"pooling": "tokens", "projection_dim": 8},
+    "adapters": lambda folder: LORA,
+    "a projection": lambda folder: {"projection_dim": 8, "trainable_modules": ["projection"]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_run_file_trains_is_audited(tmp_path, kind, capsys, monkeypatch):
+    path = str(run_file(tmp_path, **KINDS[kind](tmp_path)))
+    cli.main(["audit", path])
+    said = capsys.readouterr().out
+    assert "ok    gradient of all parameters" in said and "Nothing differs" in said, said
+    monkeypatch.setattr(gradient_cache.Passes, "_term", with_rows_swapped)
+    with pytest.raises(SystemExit):
+        cli.main(["audit", path])
+    assert "WRONG gradient of all parameters" in capsys.readouterr().out
 
 
 def run_file(folder, **more):
@@ -290,13 +391,14 @@ def run_file(folder, **more):
         "use_cpu": True,
         "max_steps": 3,
     }
-    fields |= {"per_device_train_batch_size": 8, "gradient_cache_chunk_size": 3, "eval_strategy": "steps"} | more
+    fields |= {"per_device_train_batch_size": 8, "gradient_cache_chunk_size": 3, "eval_strategy": "no"} | more
+    fields = {name: value for name, value in fields.items() if value is not None}
     (folder / "run.json").write_text(json.dumps(fields))
     return folder / "run.json"
 
 
 def test_the_command_ends_with_0_or_1_and_writes_nothing_into_the_folder(tmp_path, capsys, monkeypatch):
-    path = str(run_file(tmp_path, eval_holdout=4))
+    path = str(run_file(tmp_path, eval_holdout=4, eval_strategy="steps"))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").write_text("here before")
     cli.main(["audit", path, "--json", "--rows", "6"])

@@ -5,14 +5,17 @@ import json
 import random
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from PIL import Image
 from sentence_transformers.base.model_card import BaseModelCardData
 
 from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.engine.replay import ReplayError
 from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.training import model_card
@@ -73,6 +76,7 @@ def test_a_run_ends_with_a_card_that_says_what_was_made(
     words += ["oord2018representation", "gao2021scaling", "reimers-2019", "- PyTorch: 2", '"max_steps": 3']
     words += [f"({report['trained_parameters']:,} of {report['parameters']:,})", "Processes: 1 (cpu)"]
     words += ['"lora_target_modules": ['] if fields else []
+    words += ["differed by at most 0.0e+00 of", "(`replay_error`)."]
     assert not [word for word in words if word not in card], card
     assert card.count(model_card.MARK) == 1
     theirs, _, ours = card.partition(model_card.MARK)
@@ -92,13 +96,16 @@ def test_a_run_ends_with_a_card_that_says_what_was_made(
 
 
 def test_after_a_resume_the_card_has_one_section_of_the_whole_run(main, run_file, tmp_path):  # noqa: F811
-    given = run_file(save_steps=1, max_steps=2)
-    main(["--config", given])
+    """With the largest difference of both passes since the beginning."""
+    given = run_file(save_steps=1, max_steps=2, logging_steps=1, replay_tolerance=0.5)
+    with mock.patch.object(ReplayError, "largest", torch.tensor(0.25)):
+        main(["--config", given])
     first = (tmp_path / "out" / "README.md").read_text()
     main(["--config", given, "--max_steps", "4", "--resume_from_checkpoint", "true"])
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.count(model_card.MARK) == card.count("## This run") == 1 and '"max_steps": 4' in card != first
     assert card.startswith("---\n") and card.count("\n# ") == first.count("\n# ")
+    assert "at most 2.5e-01 of" in card and "(`replay_error`; `replay_tolerance` 0.5)" in card
     data = ModelCard.load(tmp_path / "out" / "README.md").data
     assert len(data.eval_results) == 4 and data.tags.count("hf_dist_ext") == 1
 
