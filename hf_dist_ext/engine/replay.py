@@ -72,7 +72,7 @@ class RandomState:
     def drawn_since(self) -> list[str]:
         """The generators that something was drawn from since."""
         now = RandomState(self._states)._states
-        return [name for name, (state, _) in self._states.items() if not _are_equal(state, now[name][0])]
+        return [name for name, (state, _) in self._states.items() if not are_equal(state, now[name][0])]
 
     def is_now(self) -> bool:
         return not self.drawn_since()
@@ -84,8 +84,9 @@ class RandomState:
                 set_state(state)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
+def are_equal(one: Any, other: Any) -> bool:
+    """Two states, by their contents."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     return pickle.dumps(one) == pickle.dumps(other)  # numpy's holds an array, and may be a mapping
 

@@ -217,6 +217,16 @@ class ZeRO(Strategy):
                 "gradient_cache_chunk_size or gradient_cache_chunk_tokens, and gradient_cache_keep_graph, as numbers."
             )
 
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        if self.accelerator.deepspeed_engine_wrapped is not None:
+            raise UsageError(
+                "this trainer's model is in a DeepSpeed engine, of an earlier train() or audit(), and transformers "
+                "makes no second one. Train another DistTrainer of another model, and audit with hf-dist audit."
+            )
+        with super().training():
+            yield
+
     def check_optimizer(self, field: str) -> None:
         if self.plugin.hf_ds_config.get_value("optimizer"):
             raise UsageError(

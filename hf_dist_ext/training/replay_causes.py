@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hf_dist_ext.engine.outputs import Output, tensors_of
-from hf_dist_ext.engine.replay import RandomState
+from hf_dist_ext.engine.replay import RandomState, are_equal
 
 SIMPLE = (bool, int, float, str, torch.Tensor, np.ndarray)
 KINDS = {
@@ -92,91 +92,77 @@ def found_causes(
 
 # ---- (1) ----
 
-
-class _State:
-    """One thing that a forward may leave behind."""
-
-    def __init__(self, name: str, read: Callable[[], Any], write: Callable[[Any], None]):
-        self.name, self.read, self.write = name, read, write
-        self.before = _copy(read())
-
-    def changed(self) -> list[str]:
-        return [] if _are_equal(self.before, self.read()) else [self.name]
-
-    def put_back(self) -> None:
-        if self.changed():
-            self.write(_copy(self.before))
-
-
-class _Attributes(_State):
-    """Numbers, texts and tensors of one module, those that it has later too."""
-
-    def __init__(self, path: str, module: nn.Module):
-        self.of = vars(module)
-        super().__init__(path, self._read, self._write)
-
-    def _read(self) -> dict[str, Any]:
-        return {name: value for name, value in self.of.items() if isinstance(value, SIMPLE) and name != "training"}
-
-    def _write(self, before: dict[str, Any]) -> None:
-        for name in [name for name in self._read() if name not in before]:
-            del self.of[name]
-        self.of.update(before)
-
-    def changed(self) -> list[str]:
-        now, missing = self._read(), object()
-        names = [name for name in {**self.before, **now}
-                 if not _are_equal(self.before.get(name, missing), now.get(name, missing))]  # fmt: skip
-        return [_joined(self.name, name) for name in names]
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class States:
     """Of a model, as they are now. Without its parameters, which a forward does not write."""
 
     def __init__(self, model: nn.Module):
-        self._by_kind = _states(model)
+        self.model = model
+        self._owners = _places(model)
+        self._before = {place: _copy(_content(of[key])) for place, (of, key) in self._owners.items()}
 
     def changed(self) -> dict[str, list[str]]:
         """Kind -> names of those that are not as they were."""
-        return {kind: [name for one in found for name in one.changed()] for kind, found in self._by_kind.items()}
+        found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+        for kind, name in self._differing():
+            found[kind].append(name)
+        return found
 
     def put_back(self, left: str | None = None) -> None:
         """All but those of kind `left`."""
-        for kind, found in self._by_kind.items():
-            for one in found if kind != left else ():
-                one.put_back()
+        for (kind, name), (of, key) in self._differing().items():
+            if kind == left:
+                continue
+            if (kind, name) in self._before:
+                _write(of, key, _copy(self._before[kind, name]))
+            else:
+                del of[key]
+
+    def _differing(self) -> dict[tuple[str, str], tuple[dict[str, Any], str]]:
+        return {
+            place: (of, key)
+            for place, (of, key) in {**self._owners, **_places(self.model)}.items()
+            if place not in self._before or not are_equal(self._before[place], _content(of.get(key)))
+        }
 
 
-def _states(model: nn.Module) -> dict[str, list[_State]]:
-    found: dict[str, list[_State]] = {kind: [] for kind in KINDS}
+def _places(model: nn.Module) -> dict[tuple[str, str], tuple[dict[str, Any], str]]:
+    """(kind, name in the model) of a state -> the mapping that holds it, and its key there."""
+    found: dict[tuple[str, str], tuple[dict[str, Any], str]] = {}
     for path, module in model.named_modules():
-        found["modes"].append(_attribute(path or type(module).__name__, vars(module), "training"))
-        for name in module._buffers:
-            if module._buffers[name] is not None:
-                found["buffers"].append(_attribute(_joined(path, name), module._buffers, name))
-        for name, value in vars(module).items():
+        own = vars(module)
+        found["modes", path or type(module).__name__] = own, "training"
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                found["buffers", _joined(path, name)] = module._buffers, name
+        for name, value in own.items():
             if isinstance(value, _GENERATORS):
-                found["generators"].append(_generator(_joined(path, name), value))
-        found["attributes"].append(_Attributes(path, module))
+                found["generators", _joined(path, name)] = own, name
+            elif isinstance(value, SIMPLE) and name != "training":
+                found["attributes", _joined(path, name)] = own, name
     return found
 
 
-def _attribute(name: str, of: dict[str, Any], key: str) -> _State:
-    return _State(name, lambda: of.get(key), lambda value: of.__setitem__(key, value))
+def _content(value: Any) -> Any:
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, random.Random):
+        return value.getstate()
+    return value.get_state() if isinstance(value, _GENERATORS) else value
 
 
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-
-def _generator(name: str, own: Any) -> _State:
-    if isinstance(own, torch.Generator):
-        return _State(name, own.get_state, own.set_state)
-    if isinstance(own, np.random.Generator):
-        bits = own.bit_generator
-        return _State(name, lambda: bits.state, lambda value: setattr(bits, "state", value))
-    if isinstance(own, np.random.RandomState):
-        return _State(name, own.get_state, own.set_state)
-    return _State(name, own.getstate, own.setstate)
+def _write(of: dict[str, Any], key: str, content: Any) -> None:
+    value = of.get(key)
+    if isinstance(value, np.random.Generator):
+        value.bit_generator.state = content
+    elif isinstance(value, random.Random):
+        value.setstate(content)
+    elif isinstance(value, _GENERATORS):
+        value.set_state(content)
+    else:
+        of[key] = content
 
 
 # ---- small parts ----
@@ -199,21 +185,7 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return math.inf if one.shape != other.shape else (one - other).abs().max().item() / size
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    return type(one) is type(other) and one == other
-
-
 def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _copy(one) for name, one in value.items()}
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 

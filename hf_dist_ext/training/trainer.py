@@ -482,8 +482,8 @@ class DistTrainer(Trainer):
 
     def audit(self, num_rows: int | None = None, reference: str = "auto") -> AuditReport:
         """Whether the gradient of this run's first update is right: `print(report)` is a table, `report.is_right` the
-        answer. Call it before `train()`, on every process. Weights, buffers and random numbers stay as they are,
-        but not under DeepSpeed, whose backward takes a step: use `hf-dist audit` there, which keeps no model.
+        answer. Call it before `train()`, on every process. Weights, buffers and random numbers stay as they are;
+        under DeepSpeed train another trainer afterwards.
 
         num_rows: so many rows of the update instead of all. reference: the plain step in "float64" on the CPU or in
         "float32" on the device; "auto": float64 where that takes minutes at most.
