@@ -17,13 +17,14 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves
 
 from hf_dist_ext.checkpoints.sentence_model import whole_copy
 from hf_dist_ext.checkpoints.trainable import named
@@ -32,11 +33,11 @@ from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.strategies.tensors import held_here, is_split, num_elements, num_parts, put, split_as
+from hf_dist_ext.strategies.tensors import held_here, is_split, is_whole_at_times, num_parts, put, split_as
 from hf_dist_ext.training import audit_rows
 from hf_dist_ext.training.audit_rows import digest_of
 from hf_dist_ext.training.plain_step import PlainStep, on, trained
-from hf_dist_ext.training.repeated_update import RepeatedUpdate
+from hf_dist_ext.training.repeated_update import RepeatedUpdate, meanwhile
 from hf_dist_ext.training.replay_causes import few
 
 # Relative to the largest: what rounding explains at least, of a gradient and of a loss.
@@ -121,7 +122,7 @@ class _Audit:
             return None, f'ddp_comm_hook="{hook}" sends an approximation'
         if not all(p.is_floating_point() for p in model.parameters()):
             return None, "quantized weights have no copy in float64"
-        if any(num_elements(p) != p.numel() for p in model.parameters()):
+        if any(map(is_whole_at_times, model.parameters())):
             return None, "ZeRO-3 has split the model already: audit it before train()"
         if not (strategy.comes_with_model or any(map(is_split, model.parameters()))):
             return self._copied(model) if self.is_first else None, ""
@@ -250,7 +251,7 @@ class _Audit:
         if any(p.dtype.itemsize < 4 for p in self.parameters.values()):
             self.add("loss along two directions", None, note="weights in half precision can not move a little")
             return
-        if any(num_elements(p) != p.numel() for p in self.parameters.values()):
+        if any(map(is_whole_at_times, self.parameters.values())):
             self.add("loss along two directions", None, note="weights are whole in a layer's forward alone (ZeRO-3)")
             return
         dtype = self.coarsest(with_loss=True)
@@ -331,7 +332,8 @@ class _Audit:
 
     def _exactly(self, update: Any) -> tuple[torch.device, Callable, torch.dtype]:
         """Where and in which numbers the reference is computed."""
-        tokens = sum(t.numel() for t in _tensors(update) if t.dtype == torch.int64)
+        tensors = [one for one in tree_leaves(update) if isinstance(one, torch.Tensor)]
+        tokens = sum(tensor.numel() for tensor in tensors if tensor.dtype == torch.int64)
         work = 6 * tokens * sum(p.numel() for p in self.plain.model.parameters())
         device = self.trainer.args.device
         if self.reference == "float32" or (self.reference == "auto" and device.type != "cpu" and work > LARGE):
@@ -342,11 +344,8 @@ class _Audit:
 
     def coarsest(self, with_loss: bool = False) -> torch.dtype:
         """Of what is computed in, or sent."""
-        kind, dtypes = self.trainer.args.device.type, {p.dtype for p in self.trainer.bare_model.parameters()}
+        dtypes = self.trainer.step.dtypes_of(self.trainer.bare_model)
         dtypes |= {p.dtype for p in self.trainer.loss_parameters()} if with_loss else set()
-        with self.trainer.precision():
-            if torch.is_autocast_enabled(kind):
-                dtypes.add(torch.get_autocast_dtype(kind))
         sent = getattr(self.trainer.args, "ddp_comm_hook", None)
         dtypes |= {{"fp16": torch.float16, "bf16": torch.bfloat16}[sent]} if sent in ("fp16", "bf16") else set()
         known = [dtype for dtype in GRADIENT_ROUNDING if dtype in dtypes]
@@ -368,18 +367,15 @@ class _Audit:
 @contextmanager
 def without_dropout(models: Sequence[nn.Module]) -> Iterator[None]:
     """Modules and their rates that have "drop" in their names."""
-    before = []
-    for module in {id(one): one for model in models for one in model.modules()}.values():
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, _DropoutNd))):
-                before.append((module, name, value))
-    for module, name, _ in before:
-        setattr(module, name, 0.0)
-    try:
+    with ExitStack() as entered:
+        for module in {id(one): one for model in models for one in model.modules()}.values():
+            rates = [
+                name
+                for name, value in vars(module).items()
+                if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, _DropoutNd)))
+            ]
+            entered.enter_context(meanwhile(module, **dict.fromkeys(rates, 0.0)))
         yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
 
 
 def _beside(
@@ -411,10 +407,3 @@ def _as_sent(batch: Mapping[str, Any]) -> dict[str, Any] | None:
     if isinstance(batch, StandIn):
         return None
     return {name: on(value, "cpu") for name, value in batch.items() if name != CUTS}
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    for one in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
-        yield from _tensors(one)

@@ -210,14 +210,18 @@ class EmbeddingStep:
     def _rounding(self, bare: nn.Module, was_wider: bool) -> float:
         """By how much the embeddings of pass 3 may differ. `was_wider`: pass 1 had larger chunks. A compiled model has
         kernels of its own for a pass without gradients."""
+        explained = rounding(self.dtypes_of(bare), was_wider or self.args.torch_compile)
+        return max(explained, self.args.replay_tolerance or 0.0)
+
+    def dtypes_of(self, bare: nn.Module) -> set[torch.dtype]:
+        """In which the model computes."""
         kind, dtypes = self.args.device.type, {p.dtype for p in bare.parameters() if p.dtype.is_floating_point}
         with self.run.precision():
             if torch.is_autocast_enabled(kind):
                 dtypes.add(torch.get_autocast_dtype(kind))
         if kind == "cuda" and compiling.multiplies_in_tf32():
             dtypes.add(torch.float16)  # of the same epsilon
-        explained = rounding(dtypes, was_wider or self.args.torch_compile)
-        return max(explained, self.args.replay_tolerance or 0.0)
+        return dtypes
 
     def causes_of_replay_error(self, model: nn.Module, worst: int, most: float) -> str:
         """Why embeddings of a chunk of the last batch differ when they are encoded again, in words; "" where encoding

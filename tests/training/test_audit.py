@@ -332,7 +332,7 @@ def with_own_noise(trainer: DistTrainer) -> None:
     for name, module in trainer.bare_model.named_modules():
         if name.endswith(("encoder.layer.1.output.dense", "layers.3.mlp.down_proj")):
             module.own = np.random.default_rng(0)
-            module.register_forward_hook(lambda module, given, out: out * (1 + 0.1 * module.own.random()))
+            module.register_forward_hook(lambda module, given, out: out * (1 + 9 * module.own.random()))
 
 
 @pytest.mark.parametrize(
