@@ -16,6 +16,7 @@ from torch import nn
 from hf_dist_ext import cli
 from hf_dist_ext.engine import gradient_cache
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.engine.outputs import each
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import rows as strategy_rows
@@ -87,7 +88,7 @@ class ShiftedByNegatives(InfoNCELoss):
 
 
 def with_rows_swapped(passes, i, output):
-    return gradient_cache.inner_product(output, passes._cache[i].flip(0))
+    return gradient_cache.inner_product(output, each(passes._cache[i], lambda rows: rows.flip(0)))
 
 
 def with_cache_in_bfloat16(passes, i, output):
