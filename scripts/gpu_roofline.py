@@ -103,9 +103,11 @@ def measured(name: str, layers: int, pairs: int, tokens: int) -> dict[str, dict[
     kernels, seconds = ({kind: found[key][kind] for kind in kinds} for key in ("kernels", "seconds_of"))
     of_all = {"weights": sizes[0], "tokens": int(lengths.sum())}
     plain = {key: found[key] for key in ("seconds", "products", "launched")}
-    step, chunk = max(seen, key=lambda one: one[1].features["input_ids"].numel())
+    with cases.DEVICE:
+        counts = [chunk.features["input_ids"].numel() for _, chunk in seen]
+    (step, chunk), num_tokens = seen[counts.index(max(counts))], max(counts)
     costs = compiled.chunk_costs(cases.DEVICE, step, step.run.bare_model, chunk)
-    times, num_chunks = of_all["tokens"] / chunk.features["input_ids"].numel(), len(kernels[cases.REPLAY])
+    times, num_chunks = of_all["tokens"] / num_tokens, len(kernels[cases.REPLAY])
     made = {
         "seconds": plain["seconds"] - sum(map(sum, seconds.values())) + times * sum(one["seconds"] for one in costs),
         "products": times * sum(one["products"] for one in costs),
