@@ -553,6 +553,21 @@ def test_a_column_without_rows_stands_beside_pictures():
     assert torch.equal(found["query"], batch["query"]["pixel_values"].flatten(1)) and len(found["negative"]) == 0
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "smolvlm"])
+def test_the_cuts_of_pictures_find_them_where_the_batch_has_arrived(name):
+    model, build_rows = family(name)
+    batch = {"query": collate(build_rows((0, 2, 1)))}
+    chunked = lay_out(batch, ChunkLimits(1), model_config=model.config)
+    there = {"query": {key: 2 * of if isinstance(of, torch.Tensor) else of for key, of in batch["query"].items()}}
+    found = chunked.without_tensors().of_batch(there).chunks()
+    assert [chunk.has_vision for chunk in found] == [False, True, True]
+    for one, other in zip(found, chunked.chunks(), strict=True):
+        assert one.features.keys() == other.features.keys()
+        assert torch.equal(one.features["input_ids"], 2 * other.features["input_ids"])
+        if one.has_vision:
+            assert torch.equal(one.features["pixel_values"], 2 * other.features["pixel_values"])
+
+
 # ---- what is left out of a chunk ----
 
 
