@@ -35,7 +35,7 @@ class RowIds(dict[str, Tensor]):
         for negative in negatives if positive in ids else ():
             if negative in ids:
                 found[negative] = _have_common(ids[positive], ids[negative])
-        self._names, self._arrived = list(found), None
+        self._names, self._arrived, self._flags = list(found), None, torch.zeros(0)
         if not found:
             return
         flags = torch.stack(list(found.values()))
@@ -49,7 +49,7 @@ class RowIds(dict[str, Tensor]):
         """Keys whose ids two rows have in common; hard negatives that have an id of the positives."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return frozenset(name for i, name in enumerate(self._names) if self._flags[i])
+        return frozenset(name for name, repeats in zip(self._names, self._flags.tolist(), strict=True) if repeats)
 
 
 def _has_repeats(values: Tensor) -> Tensor:

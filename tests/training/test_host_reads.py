@@ -211,7 +211,7 @@ def test_a_step_reads_as_often_for_many_chunks_as_for_few(tmp_path, monkeypatch,
     sizes = ((6, 6), (16, 1))
     (few, first), (many, second) = (counted_in_a_step(tmp_path, monkeypatch, Reads, *both, collator) for both in sizes)
     assert many > 10 * few and first == second
-    assert 1 <= first.total() <= 3, first
+    assert 1 <= first.total() <= 4, first  # which ids repeat; loss is a number; the guard's numbers
 
 
 def rows_of_three_lengths(count: int) -> list[dict]:
