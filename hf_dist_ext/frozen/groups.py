@@ -74,11 +74,12 @@ def module_groups(model: nn.Module) -> dict[str, Group]:
 
 
 def backbone_of(model: nn.Module) -> nn.Module:
-    """The model of transformers inside a model that embeds, or the model itself."""
+    """The model of transformers inside a model that embeds, or the model itself; of a module of one's own the part
+    that reads pictures."""
     inner = below_adapters(model)
     if is_of_sentence_transformers(inner):
         return getattr(inner, "transformers_model", None) or inner
-    return inner
+    return next((module for module in inner.modules() if hasattr(module, "get_image_features")), inner)
 
 
 def below_adapters(model: nn.Module) -> nn.Module:

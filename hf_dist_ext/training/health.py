@@ -81,6 +81,13 @@ class Health(TrainerCallback):
             set_collective_timeout(run.args.ddp_timeout)
 
     @property
+    def is_called_back(self) -> bool:
+        """Whether it must be one of the trainer's callbacks, which without our fields are those of Trainer."""
+        options = self.run.options
+        asked = options.step_timeout is not None or options.save_async or self.bad_rows.limit is not None
+        return asked or self.guard is not None or self.stop is not None or self.args.eval_strategy == "epoch"
+
+    @property
     def is_update_skipped(self) -> bool:
         """Whether the update at hand is left out."""
         return self.guard is not None and self.guard.in_a_row > 0

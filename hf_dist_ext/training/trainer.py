@@ -228,7 +228,7 @@ class DistTrainer(Trainer):
     def _add_watchers(self) -> None:
         """Callbacks. Without a loss and frozen parts the output folder holds what Trainer's would."""
         has_loss, is_ours = self.loss is not None, self.is_ours
-        if self.has_own_arguments:
+        if self.has_own_arguments and self.health.is_called_back:
             self.add_callback(self.health)
         if self.freeze_plan is not None:
             self.freeze_watch = freeze.FreezeWatch(
