@@ -361,7 +361,7 @@ def test_an_evaluation_is_that_of_one_process(layout, tmp_path):
     ("PP 2", "half in evaluation", "bf16_full_eval=true"),
     ("PP 2", "reentrant", "use_reentrant=true"),
     ("PP 2", "hook", "ddp_comm_hook"),
-    ("PP 2", "schedule", "dualpipe.*Choose one of gpipe"),
+    ("PP 2", "schedule", 'dualpipe.*it takes "gpipe"'),
     ("PP 2", "per rank", "1f1b has 1 per process"),
     ("PP 2", "no pipeline", "pipeline_schedule='gpipe' is of a pipeline"),
     ("PP 2", "processes", "2 processes do not make pipelines of 3"),

@@ -268,7 +268,9 @@ def make_checkpoint(folder: Path, without: str = "", is_committed: bool = False)
         if name != without:
             (folder / name).write_text("{}", encoding="utf-8")
     if is_committed:
-        manifest.commit(folder, manifest.record(folder, manifest.files_in(folder)), {})
+        number = manifest.step_of(folder)
+        facts = {"step": number, "generation": number, "run_id": "mine"}
+        manifest.commit(folder, manifest.record(folder, manifest.files_in(folder)), facts)
     return folder
 
 
