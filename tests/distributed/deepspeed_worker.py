@@ -208,7 +208,7 @@ def bad_steps(limit: int, **arguments) -> dict:
         )  # fmt: skip
         trainer.add_callback(weights := Weights())
         temperatures, message = [], ""
-        trainer.add_callback(_EachStep(lambda: temperatures.append(trainer._loss_parameters()[0].item())))
+        trainer.add_callback(_EachStep(lambda: temperatures.append(trainer.loss_parameters()[0].item())))
         try:
             trainer.train()
         except RunError as error:
