@@ -107,13 +107,13 @@ def test_a_text_that_is_changed_forgets_its_tokens():
 
 def counting(monkeypatch) -> Counter:
     """How often each text is tokenized from here on, but for those that tell what a tokenizer gives."""
-    asked, read = Counter(), sentence_collator._Reader.__call__
+    asked, read = Counter(), sentence_collator._TokenizerReader.__call__
 
     def counted(self, texts, **options):
         asked.update(text for text in texts if text not in ("", "a text", "another text than that"))
         return read(self, texts, **options)
 
-    monkeypatch.setattr(sentence_collator._Reader, "__call__", counted)
+    monkeypatch.setattr(sentence_collator._TokenizerReader, "__call__", counted)
     return asked
 
 
