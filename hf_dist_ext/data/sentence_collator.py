@@ -372,7 +372,9 @@ class ContrastiveCollator(SentenceCollator):
         if tokenizer is not None:
             ensure_padding(tokenizer)
         more |= {"max_length": max_length, "tokenizer": tokenizer, "processor": processor, "id_column": id_column}
-        super().__init__(_TokenizerReader(tokenizer, processor), list(columns), dict(prompts or {}), is_of_run=True, **more)
+        super().__init__(
+            _TokenizerReader(tokenizer, processor), list(columns), dict(prompts or {}), is_of_run=True, **more
+        )
 
     def tokens_depend_on(self, column: str) -> list | None:
         own = tokens_depend_on(self.tokenizer)
