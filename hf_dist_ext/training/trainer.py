@@ -850,18 +850,17 @@ class DistTrainer(Trainer):
             eval_dataset = sentence_data.evaluated(eval_dataset)
         is_apart = self.is_ours or self.health.stop is not None  # without our fields it draws as Trainer's does
         apart = evaluators.drawing_apart(self.args.seed) if is_apart else nullcontext()
-        with apart, self.meter.paused(), self._loaders_of(eval_dataset):
+        with apart, self.meter.paused():
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
-    @contextmanager
-    def _loaders_of(self, dataset: Any) -> Iterator[None]:
-        """With dataloader_persistent_workers Trainer 5.23 keeps the loader of a dataset that `evaluate` is given, and
-        takes it for that of the next one. Loaders of its own are kept."""
-        kept = self._eval_dataloaders
-        if not (dataset is None or isinstance(dataset, str) or dataset is self.eval_dataset):
-            self._eval_dataloaders = {}
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        # With dataloader_persistent_workers Trainer 5.23 keeps the loader of a dataset that it is given, and takes it
+        # for that of the next one. Loaders of its own are kept.
+        if eval_dataset is None or isinstance(eval_dataset, str) or eval_dataset is self.eval_dataset:
+            return super().get_eval_dataloader(cast(Any, eval_dataset))
+        kept, self._eval_dataloaders = self._eval_dataloaders, {}
         try:
-            yield
+            return super().get_eval_dataloader(eval_dataset)
         finally:
             self._eval_dataloaders = kept
 
