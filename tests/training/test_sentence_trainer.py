@@ -118,6 +118,7 @@ def test_workers_that_live_on_read_the_dataset_that_is_evaluated(tmp_path, model
     for dataset in (pairs(12), None, pairs(4), made.eval_dataset):
         made.evaluate(dataset)
     assert seen == [12, 8, 4, 8] and made.get_eval_dataloader() is own
+    assert [len(made.get_eval_dataloader(one).dataset) for one in (pairs(12), pairs(4))] == [12, 4]
 
 
 def test_datasets_by_name_and_the_repository_are_on_the_card(tmp_path, model):
