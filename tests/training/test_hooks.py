@@ -41,6 +41,7 @@ HOOKS = {  # of Trainer -> its parameters
     "evaluate": "eval_dataset ignore_keys metric_key_prefix",
     "evaluation_loop": "dataloader description prediction_loss_only ignore_keys metric_key_prefix",
     "get_batch_samples": "epoch_iterator num_batches device",
+    "get_eval_dataloader": "eval_dataset",
     "get_train_dataloader": "",
     "init_hf_repo": "token private",
     "log": "logs start_time",
