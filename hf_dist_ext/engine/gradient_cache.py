@@ -102,6 +102,7 @@ def cached_step(
     make_passes: Callable[..., Passes] | None = None,
     on_column: OnColumn | None = None,
     by_table: bool = False,
+    before_last: Callable[[torch.Tensor, ReplayError, bool], torch.Tensor] | None = None,
 ) -> CachedStep:
     """One forward and backward over a batch; gradients are added to the parameters' `.grad`.
 
@@ -128,6 +129,8 @@ def cached_step(
         on_column: told the name and the rows (R, D), detached, of each column once, as soon as they are known: the
             place to send them while others are encoded. `score` gets these very rows.
         by_table: (1) encodes all chunks of a table before those of another, so that its columns are known early.
+        before_last: what the last backward is of, from its scalar, how far embeddings of (3) are from those of (1),
+            and whether (1) drew random numbers; not called where nothing was encoded twice.
 
     Raises:
         UsageError: nothing that was encoded requires a gradient.
@@ -136,6 +139,7 @@ def cached_step(
     kinds = [batch.tables[chunk.table].kind for chunk in chunks]
     order = _order(chunks, kinds, is_frozen, keep_graph, backward_together, last_reaches_all, by_table)
     passes = (make_passes or Passes)(batch, chunks, order, encode, backward, phase)
+    passes.before_last = before_last
 
     passes.embed(wide, on_column)  # (1)
     with phase(Phase(SCORE)):  # (2)
@@ -193,6 +197,7 @@ class Passes:
     """(1) and (3): the forwards and backwards of one step, one chunk after another, and what (3) needs of (1)."""
 
     score = staticmethod(score_embeddings)
+    before_last: Callable[[torch.Tensor, ReplayError, bool], torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -266,7 +271,7 @@ class Passes:
         if last in self.order.kept:
             terms = [self._term(i, self._outputs.pop(i)) for i in group]
             with self.phase(Phase(BACKWARD, is_last=is_last)):
-                self._run_backward([*terms, *loss_terms])
+                self._run_backward([*terms, *loss_terms], is_last)
             return
         terms = []
         for i in others:
@@ -274,7 +279,7 @@ class Passes:
                 terms.append(self._term(i, self._encode_again(i)))
         with self.phase(Phase(REPLAY, self.chunks[last], is_last)):
             terms.append(self._term(last, self._encode_again(last)))
-            self._run_backward([*terms, *loss_terms])
+            self._run_backward([*terms, *loss_terms], is_last)
 
     def _encode_again(self, i: int) -> Output:
         self.num_forwards += 1
@@ -294,11 +299,16 @@ class Passes:
     def _term(self, i: int, output: Output) -> torch.Tensor | None:
         return inner_product(output, self._cache[i])
 
-    def _run_backward(self, terms: Sequence[torch.Tensor | None]) -> None:
+    def _run_backward(self, terms: Sequence[torch.Tensor | None], is_last: bool) -> None:
         trained = [term for term in terms if term is not None]
-        if trained:
-            self.backward(trained[0] if len(trained) == 1 else torch.stack([t.reshape(()) for t in trained]).sum())
-            self._has_trained = True
+        if not trained:
+            return
+        whole = trained[0] if len(trained) == 1 else torch.stack([t.reshape(()) for t in trained]).sum()
+        if is_last and self.before_last is not None and self._comparison is not None:
+            found = self._comparison.result()
+            whole = whole if found is None else self.before_last(whole, found, bool(self.drawn))
+        self.backward(whole)
+        self._has_trained = True
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
     accumulation is ours, DeepSpeed's is off
 (2) ZeRO-1 reduces gradients once. ZeRO-2 and 3 would scatter every chunk's as they come: "speed" keeps them whole on
     each rank until the last backward and reduces once, "memory" leaves it to them (`gradient_cache_fsdp`)
-(3) an update that is not finite: a loss that is not takes the gradient with it, the reduction tells all ranks, and the
-    engine skips the update by itself, as it does for an fp16 overflow
+(3) an update that is not finite, or whose passes differ: such a loss takes the gradient with it, the reduction tells
+    all ranks, and the engine skips the update by itself, as it does for an fp16 overflow
 (4) the loss's own parameters are no part of the engine: they share its gradient norm and step right after it
 (5) an audit's updates are skipped in the same way, once their gradients are copied
 (6) what can not be exact or can not be reached is refused
@@ -113,8 +113,8 @@ class ZeRO(Strategy):
             engine.step()
 
     def mark(self, loss: torch.Tensor, own_loss: torch.Tensor) -> torch.Tensor:
-        """(3) `loss`, bit for bit, where `own_loss` is finite; else its gradient is NaN."""
-        return loss * (1 + 0 * own_loss)
+        """(3) `loss`, bit for bit, where `own_loss` is finite; else its gradient is NaN, but in an audit."""
+        return loss * (1 + 0 * own_loss) if self._kept is None else loss
 
     def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:
         """The last backward has taken the optimizer's step."""

@@ -187,7 +187,9 @@ class Health(TrainerCallback):
         *numbers, norm = torch.cat([answers.flatten(), norm.reshape(1)]).tolist()  # the one copy to the host
         losses, signals, bad_rows, most, errors = (numbers[i::5] for i in range(5))
         step = self.run.progress()[0] + 1
-        self._check_replays(step, errors, most, is_used=all(map(math.isfinite, [*losses, norm])))
+        # An engine has skipped the update whose passes differ by a norm that is not finite.
+        is_used = all(map(math.isfinite, losses)) and (math.isfinite(norm) or not self.run.strategy.holds_gradients)
+        self._check_replays(step, errors, most, is_used)
         # A run that ends with this step has no need to leave early.
         if any(signals) and self._stop_at_step is None and step < max_steps:
             self._stop_at_step = step

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -38,7 +39,7 @@ from hf_dist_ext.engine.gradient_cache import (
 )
 from hf_dist_ext.engine.losses import as_output
 from hf_dist_ext.engine.outputs import Output, each, row_size
-from hf_dist_ext.engine.replay import RandomState, rounding
+from hf_dist_ext.engine.replay import RandomState, ReplayError, rounding
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.evaluation.token_vectors import Compared, compared
 from hf_dist_ext.frozen.encode_once import batch_of_pooled
@@ -180,6 +181,10 @@ class EmbeddingStep:
                 budget.reserve(layout.loss_bytes(self._loss_of(facts), max(map(row_size, embeddings.values()))))
             return self._score(embeddings, facts, layout, early)
 
+        def stop_update(loss: torch.Tensor, found: ReplayError, drew: bool) -> torch.Tensor:
+            is_wrong = found.largest > self._rounding(bare, wide is not None and not drew)
+            return strategy.mark(loss, torch.where(is_wrong, math.inf, 0.0))
+
         with budget.measured_step() if is_measured else nullcontext():
             to_train, phase = chunked, functools.partial(self._phase, is_measured, is_measured)
             if sizes.encodes_once:
@@ -202,6 +207,7 @@ class EmbeddingStep:
                 make_passes=strategy.make_passes,
                 on_column=early and early.add,
                 by_table=sizes.gathers_early,
+                before_last=None if strategy.holds_gradients else stop_update,
             )
         sizes.may_widen = not step.drew_randomness
         self.rounding = self._rounding(bare, wide is not None and not step.drew_randomness)

@@ -15,6 +15,7 @@ import json
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -64,7 +65,7 @@ def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 # Made before any trainer: with ZeRO-3 running, transformers builds models sharded.
 STARTS = {case.name: build_model(case.model).float() for case in CASES}
 CLASSIFIER = InfiniteClassifier(BertConfig(**SMALL))
-SPARE = [copy.deepcopy(STARTS["chunks of 4"]) for _ in range(12)]
+SPARE = [copy.deepcopy(STARTS["chunks of 4"]) for _ in range(13)]
 
 
 class Sent(TrainerCallback):
@@ -226,6 +227,29 @@ def bad_steps(limit: int, **arguments) -> dict:
     }
 
 
+def passes_that_differ() -> dict:
+    """From the second step on rank 1 draws noise that is not replayed."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(
+            folder, InfoNCELoss(temperature=0.1, learnable_temperature=True), max_steps=3, optim="adamw_torch"
+        )
+        trainer.add_callback(weights := Weights())
+        last = next(m for name, m in trainer.bare_model.named_modules() if name.endswith("layer.1.output.dense"))
+        own = np.random.default_rng(0)
+        is_bad = lambda: bool(weights.seen) and rank() == 1  # noqa: E731
+        last.register_forward_hook(lambda module, given, out: out * (1 + own.random() if is_bad() else 1))
+        temperatures, message = [], ""
+        trainer.add_callback(read := _EachStep(lambda: temperatures.append(trainer.loss_parameters()[0].item())))
+        try:
+            trainer.train()
+        except RunError as error:
+            message = str(error)
+        for each in (weights, read):
+            each.on_step_end(None, None, None, model=trainer.model_wrapped)
+    moved = [not torch.equal(*pair) for pair in pairs(weights.seen)]
+    return {"message": message, "moved": moved, "temperature_moved": [a != b for a, b in pairs(temperatures)]}
+
+
 def pairs(of_steps: list) -> list[tuple]:
     return list(zip(of_steps, of_steps[1:], strict=False))
 
@@ -324,6 +348,7 @@ def main() -> None:
         "two bad steps": lambda: bad_steps(20),
         "too many bad steps": lambda: bad_steps(2),
         "bad steps of a model's own loss": own_loss,
+        "passes that differ": passes_that_differ,
         "resumed": resumed,
         "resumed, frozen backbone": lambda: resumed(trainable_modules=["projection"]),
     }

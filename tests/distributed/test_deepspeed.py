@@ -95,6 +95,15 @@ def test_so_do_those_of_a_models_own_loss(stage):
 
 @needs_deepspeed
 @STAGES
+def test_an_update_whose_passes_differ_is_not_made(stage):
+    """Though the engine steps inside of the backward, before anybody has read the comparison."""
+    entry = found(stage)["passes that differ"]
+    assert "step 2: the gradient cache" in entry["message"] and "(rank 1: " in entry["message"]
+    assert entry["moved"] == entry["temperature_moved"] == [False]
+
+
+@needs_deepspeed
+@STAGES
 @pytest.mark.parametrize("name", ["resumed", "resumed, frozen backbone"])
 def test_a_resumed_run_ends_with_the_same_weights(stage, name):
     entry = found(stage)[name]
