@@ -230,3 +230,17 @@ def test_a_type_checker_sees_the_names_that_are_handed_on(package):
             names |= {alias.name: home for alias in line.names if alias.asname == alias.name}
     homes = next(node for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "_HOMES")
     assert names == ast.literal_eval(homes.value)
+
+
+def test_the_head_of_a_package_says_what_each_of_its_files_is_for():
+    heads = {}
+    for path in PACKAGE.rglob("__init__.py"):
+        files = {f"`{one.name}`" for one in path.parent.glob("*.py")} - {"`__init__.py`"}
+        head = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        heads[path.parent.name] = sorted(name for name in files if name not in head)
+    of_the_doors, of_evaluate = (
+        heads.pop(PACKAGE.name),
+        heads.pop("retrieval_metrics"),
+    )  # README, and a metric's one file
+    assert of_the_doors and of_evaluate and len(heads) > 10
+    assert {name: files for name, files in heads.items() if files} == {}

@@ -6,11 +6,12 @@ order, with `assembly.py` while later ones are encoded; `columns.py`, `rows.py` 
 feature is the row, the token or the picture, and `families.py` says what a model makes of one. `flat.py` reads rows
 that travel end to end. `losses.py` and `tiled_infonce.py` hold the loss and its gradient, `sigmoid_loss.py` and
 `late_interaction.py` (over `real_tokens.py`) other losses; `false_negatives.py` says which pairs they leave out.
-`manual_gradient.py` hands gradients to autograd, and frees those losses' graphs tile by tile. `combined_losses.py`
-adds several losses up. `ring.py` computes the first two where candidates go round the processes, `ring_scores.py` has
-their formulas there, `matmul.py` the matrix products. `outputs.py` handles several tensors per row where a vector is
-not all. `packing.py` lays rows end to end without padding. `budget.py` finds how large a chunk may be, from what
-`peak.py` measures.
+`manual_gradient.py` hands gradients that others have computed to autograd, and frees those losses' graphs tile by
+tile. `combined_losses.py` adds several losses up. `ring.py` computes the first two where candidates go round the
+processes, `ring_scores.py` has their formulas there, `matmul.py` the matrix products. `outputs.py` handles several
+tensors per row where a vector is not all. `packing.py` lays rows end to end without padding. `replay.py` notes random
+states for the second forward of a chunk, compares what both give, and says what a run is told where that differs.
+`budget.py` finds how large a chunk may be, from what `peak.py` measures.
 """
 
 from typing import TYPE_CHECKING

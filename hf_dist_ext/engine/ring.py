@@ -57,7 +57,7 @@ class RingPlan(NamedTuple):
     ring: Ring
     counts: list[list[int]]  # per column (anchors, positives, negatives): rows of every rank
     is_symmetric: bool
-    prefixes: list[tuple[int, float]]  # of tiled_infonce.Plan, as `keys`, `margin` and `normalize`
+    prefixes: list[tuple[int, float]]  # of tiled_infonce.InfoNCESetup, as `keys`, `margin` and `normalize`
     keys: list[list[tuple[Tensor, Tensor]]]
     margin: float | None
     normalize: bool
