@@ -9,8 +9,8 @@ A window is a global batch: data/order.py cuts the order into them. An epoch's o
     the window has already joins the queue of that id
 (3) When nothing that fits is left, fill up with rows that do not; `num_deferred` counts them
 
-Only rows that share an id with some other row are looked at one by one. A row joins each id's queue once at most, and
-of a queue at most one row fits a window: an epoch costs about O(rows).
+Only rows that share an id with another row of the window, or of those that would fill it, are looked at one by one. A
+row joins each id's queue once at most, and of a queue at most one row fits a window: an epoch costs about O(rows).
 """
 
 from __future__ import annotations
@@ -120,13 +120,16 @@ class _Dealing:
         self.ids, self.window, self.order = ids, window, order
         self.placed = self.taken = 0
         self.waiting: dict[int, deque[int]] = {}  # id -> rows that met this id in a window that was being filled
-        self.held: set[int] = set()  # ids of the window that is being filled
+        most = int(ids.max(initial=0)) + 1
+        self.held = bytearray(most)  # whether the window that is being filled has an id
+        self.is_held = np.frombuffer(self.held, dtype=bool)  # the same memory
+        self.row_with = np.empty(most, dtype=np.int32)
 
     def run(self) -> int:
         num_rows, num_deferred = len(self.order), 0
         while self.placed < num_rows:
             end = min(self.placed + self.window, num_rows)
-            self.held.clear()
+            self.is_held[self.ids[self.order[max(0, self.placed - self.window) : self.placed]]] = False
             self._fill_from_queues(end)  # (2)
             while self.placed < end and self.taken < num_rows:
                 self._fill_from_permutation(end)
@@ -141,9 +144,15 @@ class _Dealing:
         """With the next rows, as many as are missing; those that conflict wait."""
         rows = self.order[self.taken : self.taken + end - self.placed].copy()
         self.taken += len(rows)
-        ids, fits = self.ids[rows], np.ones(len(rows), dtype=bool)  # (rows, columns), (rows,)
-        shared = np.flatnonzero(ids.any(axis=1))
-        fits[shared] = list(map(self._takes, rows[shared].tolist(), ids[shared].tolist()))
+        ids, place = self.ids[rows], np.arange(len(rows), dtype=np.int32)[:, None]  # (rows, columns), (rows, 1)
+        self.row_with[ids] = place
+        self.row_with[ids[self.row_with[ids] != place]] = -1  # several of these rows have it
+        self.row_with[0] = 0
+        fits = ((self.row_with[ids] >= 0) & ~self.is_held[ids]).all(axis=1)
+        self.is_held[ids[fits]] = True  # whatever becomes of the others
+        self.is_held[0] = False
+        others = np.flatnonzero(~fits)
+        fits[others] = list(map(self._takes, rows[others].tolist(), ids[others].tolist()))
         rows = rows[fits]
         self.order[self.placed : self.placed + len(rows)] = rows
         self.placed += len(rows)
@@ -153,10 +162,11 @@ class _Dealing:
     def _takes(self, row: int, row_ids: list[int]) -> bool:
         """Whether the window takes the row; otherwise the row waits for the first id that forbids it."""
         for row_id in row_ids:
-            if row_id and row_id in self.held:
+            if self.held[row_id]:
                 self.waiting.setdefault(row_id, deque()).append(row)
                 return False
-        self.held.update(row_ids)
+        for row_id in row_ids:
+            self.held[row_id] = row_id > 0
         return True
 
     def _fill_from_queues(self, end: int) -> None:
@@ -169,7 +179,7 @@ class _Dealing:
                 if self.placed == end:
                     return
                 asked.add(row_id)
-                if row_id not in self.held:
+                if not self.held[row_id]:
                     row = self._next_waiting(row_id)
                     if self._takes(row, self.ids[row].tolist()):
                         self._write(row)
