@@ -33,8 +33,10 @@ PATHS = (
     "accelerate_config", "frozen_feature_cache", "image_folder", "model_name_or_path", "output_dir",
     "resume_from_checkpoint", "tokenizer_name",
 )  # fmt: skip
-# Fields that transformers dropped.
-DROPPED = {
+# Fields that transformers dropped, and what others call some fields.
+HINTS = {
+    **dict.fromkeys(("bs", "batch_size"), "Use per_device_train_batch_size."),
+    "lr": "Use learning_rate.",
     "evaluation_strategy": "Use eval_strategy.",
     "group_by_length": "Remove it: rows of a batch are sorted by length before they are cut (gradient_cache_sort).",
     "no_cuda": 'Use "use_cpu": true.',
@@ -149,9 +151,17 @@ def _field(name: str, origin: str) -> Field:
     if name in all_fields():
         return all_fields()[name]
     inner = name.rpartition(".")[2]  # as Hydra and OmegaConf name a field of a block
-    near = difflib.get_close_matches(inner, all_fields(), 1, 0.5)
-    hint = DROPPED.get(inner) or (f"Closest: {json.dumps(near[0])}." if near else "See --help for all fields.")
+    near = " or ".join(map(json.dumps, _meant(inner)))
+    hint = HINTS.get(inner) or (f"Closest: {near}." if near else "See --help for all fields.")
     raise UsageError(f'Unknown field {json.dumps(name)} in {origin}. {hint} (A comment begins with "_".)')
+
+
+def _meant(name: str) -> list[str]:
+    """Fields of whose words a name has the first letters (gas, wd), else the one that is spelt most like it. A short
+    name is spelt like many, and tells none."""
+    initials = {field: "".join(word[0] for word in field.split("_")) for field in all_fields()}
+    found = [field for field in initials if initials[field] == name]
+    return found[:3] or (difflib.get_close_matches(name, initials, 1, 0.5) if len(name) > 3 else [])
 
 
 def _check(name: str, value: Any, origin: str) -> None:

@@ -488,8 +488,17 @@ def test_what_is_wrong_in_yaml_is_one_error(tmp_path, text, words):
         load_run(["--config", str(tmp_path / "run.yml")])
 
 
-def test_fields_that_transformers_dropped_are_answered_by_what_to_write(load):
-    for name, answer in read.DROPPED.items():
+@pytest.mark.parametrize("name, words", [
+    ("gas", 'Closest: "gradient_accumulation_steps"'),
+    ("learnin_rate", 'Closest: "learning_rate"'),
+    ("tau", "See --help for all fields"),  # like many names, and like none
+])  # fmt: skip
+def test_an_unknown_name_is_answered_by_its_letters_or_its_spelling(load, name, words):
+    assert words in error_of(load_run, ["--config", "run.json", f"--{name}", "1"])
+
+
+def test_fields_that_have_another_name_here_are_answered_by_what_to_write(load):
+    for name, answer in read.HINTS.items():
         assert name not in config.all_fields(), f"{name} is a field: its answer is never given"
         assert answer in error_of(load_run, ["--config", "run.json", f"--{name}", "1"])
 
