@@ -1,9 +1,12 @@
 """The errors a user is meant to read: what was given or what happened, why it cannot be, what to do.
 
 `UsageError` is a `ValueError`, so library users catch it as such; `scripts/train_hf.py` and `hf-dist` print it as one
-message from one rank, without a traceback, and exit with their `exit_code`. The module imports nothing, so every group
-of files may raise them.
+message from one rank, without a traceback, and exit with their `exit_code`. The module imports nothing of the package,
+so every group of files may raise them.
 """
+
+import difflib
+from collections.abc import Iterable
 
 
 class UsageError(ValueError):
@@ -22,6 +25,12 @@ class StorageError(RunError):
     """Files that could not be read for a while: the same command may be started again later."""
 
     exit_code = 74  # EX_IOERR
+
+
+def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """A sentence with the known name that is most like `name`, for the end of a message; "": none is like it."""
+    near = difflib.get_close_matches(name, [*known], 1, cutoff)
+    return f' Closest: "{near[0]}".' if near else ""
 
 
 def bytes_in_words(count: float) -> str:

@@ -6,7 +6,7 @@ The order of the columns of a run has a meaning: the first is the query, the sec
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import datasets
@@ -17,13 +17,14 @@ from datasets.table import CastError
 
 from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, RESERVED, as_list, is_empty
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.losses import names_in
 from hf_dist_ext.run.sources import query_column, refuse_no_pair, require_column
 
 if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig
 
 DEFAULT_COLUMNS = ("query", "positive", "negative")
-PARTS = ("text", "image")  # of a row that has both; data/text_with_image.py joins them
+PARTS = ("text", "image")  # of a row that has both
 
 AnyDataset = Dataset | IterableDataset
 # One dataset column, several that are joined into a list per row, or {"text": column, "image": column}.
@@ -118,17 +119,36 @@ def check_parts(column: str, source: Mapping[str, str], available: list[str], na
 
 
 def rename(dataset: AnyDataset, columns: dict[str, Source], available: list[str]) -> AnyDataset:
-    """Exactly `columns`, in that order. Several negative columns become one column of lists."""
+    """Exactly `columns`, in that order. Several negative columns become one column of lists, one of texts and one of
+    pictures a column of both, in the order in which they are named."""
     sources = list(columns.values())
     if all(isinstance(source, str) for source in sources) and len(set(sources)) == len(sources):
         dataset = dataset.select_columns(sources)
         # `datasets` refuses to rename a column to its own name.
         changes = {source: column for column, source in columns.items() if source != column}
         return (_renamed(dataset, changes) if changes else dataset).select_columns(list(columns))
-    joined = {"batched": True, "remove_columns": available, "fn_kwargs": {"columns": columns}}
-    if isinstance(dataset, Dataset):  # `datasets` would take the types from the first rows, which may have no negative
-        joined["features"] = _features_of_joined(dataset.features, columns)
-    return dataset.map(join_columns, **joined)
+    options = {"remove_columns": available, "fn_kwargs": {"columns": columns}}
+    has_pictures = any(isinstance(source, Mapping) for source in sources)
+    if not isinstance(dataset, Dataset) and not has_pictures:
+        return dataset.map(join_columns, batched=True, **options)
+    dataset = with_features(dataset)
+    # `datasets` would take the types from the first rows, which may have no negative
+    return map_stored(dataset, join_columns, _features_of_joined(dataset.features, columns), **options)
+
+
+def with_features(dataset: AnyDataset) -> AnyDataset:
+    """A stream may know its types only once a row is read."""
+    return dataset if dataset.features else dataset._resolve_features()
+
+
+def map_stored(dataset: AnyDataset, function: Callable, features: datasets.Features, **options: Any) -> AnyDataset:
+    """A map() over batches as they are stored: no picture is decoded, and encoded again. `features`: of its rows."""
+    if not isinstance(dataset, Dataset):  # whose map() with features would give pictures as they are stored
+        return dataset.decode(False).map(function, batched=True, **options).cast(features)
+    for name, feature in dataset.features.items():
+        if isinstance(feature, datasets.Image):
+            dataset = dataset.cast_column(name, datasets.Image(decode=False))
+    return dataset.map(function, batched=True, features=features, **options)
 
 
 def _features_of_joined(features: datasets.Features, columns: dict[str, Source]) -> datasets.Features:
@@ -136,6 +156,9 @@ def _features_of_joined(features: datasets.Features, columns: dict[str, Source])
     for column, source in columns.items():
         if isinstance(source, str):
             of_one[column] = features[source]
+            continue
+        if isinstance(source, Mapping):
+            of_one[column] = {part: features[name] for part, name in source.items()}
             continue
         inner = [getattr(features[name], "feature", features[name]) for name in source]
         known = [one for one in inner if type_name(one) != "null"]
@@ -151,13 +174,17 @@ def _renamed(dataset: AnyDataset, changes: dict[str, str]) -> AnyDataset:
 
 
 def join_columns(rows: dict[str, list], columns: dict[str, Source]) -> dict[str, list]:
-    """A row's texts of several columns as one list. A column without text in a row is one negative less."""
+    """A row's texts of several columns as one list, in which no text is one negative less; its text and picture as one
+    object."""
     joined = {}
     for column, source in columns.items():
         if isinstance(source, str):
             joined[column] = rows[source]
+            continue
+        several = zip(*(rows[name] for name in names_in(source)), strict=True)
+        if isinstance(source, Mapping):
+            joined[column] = [dict(zip(source, of_row, strict=True)) for of_row in several]
         else:
-            several = zip(*(rows[dataset_column] for dataset_column in source), strict=True)
             of_rows = ([text for value in values for text in as_list(value)] for values in several)
             joined[column] = [[text for text in of_row if not is_empty(text)] for of_row in of_rows]
     return joined

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa
 from datasets import Dataset
 
+from hf_dist_ext.data.columns import map_stored, with_features
 from hf_dist_ext.data.row_check import RowCheck
 from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.errors import UsageError
@@ -95,50 +95,30 @@ def _with_pictures(dataset: Any, source: str, folder: str | None, check: RowChec
         return dataset.cast_column(source, datasets.Image())
     if isinstance(feature, datasets.Value) and "string" not in feature.dtype:
         raise UsageError(f'{check.name}, column "{source}" holds {feature.dtype}, not names of image files.')
-    if not isinstance(dataset, Dataset):
-        return _stream_with_images(dataset, source, folder, check.name, may_lack)
-    check.rows(dataset[source], lambda file: (file or not may_lack) and find_image(file, folder), source)  # (2)
-    join = {"column": source, "folder": folder, "may_lack": may_lack}
-    join["start"] = (os.getcwd(), os.path.expanduser("~"))
-    return dataset.map(_join, fn_kwargs=join, batched=True).cast_column(source, datasets.Image())  # (3)
+    where = None
+    if isinstance(dataset, Dataset):
+        check.rows(dataset[source], lambda file: (file or not may_lack) and find_image(file, folder), source)  # (2)
+    else:
+        dataset, where = with_features(dataset), f'{check.name}, column "{source}"'
+    # (3); the places where names begin that have no folder: by them the cache of `datasets` tells paths apart
+    options = {"column": source, "folder": folder, "may_lack": may_lack, "where": where}
+    options["start"] = (os.getcwd(), os.path.expanduser("~"))
+    features = datasets.Features({**dataset.features, source: datasets.Image()})
+    return map_stored(dataset, _paths, features, fn_kwargs=options)
 
 
-def _join(rows: dict[str, list], column: str, folder: str | None, may_lack: bool, start: tuple) -> dict[str, list]:
-    """`start`: where names begin that have no folder, by which the cache of `datasets` tells their paths apart."""
-    return {column: [_joined(file, folder) if file or not may_lack else None for file in rows[column]]}
+def _paths(
+    rows: dict[str, list], column: str, folder: str | None, may_lack: bool, where: str | None, start: tuple
+) -> dict[str, list]:
+    return {column: [_path(file or "", folder, where) if file or not may_lack else None for file in rows[column]]}
 
 
-def _joined(file: str | None, folder: str | None) -> str:
-    """A bad row that max_bad_rows lets pass is one that cannot be read: it keeps a name that no file has."""
+def _path(file: str, folder: str | None, where: str | None) -> str:
+    """`where`: of rows that nobody has looked at before. Else a bad one was noted, and max_bad_rows lets it pass: it
+    keeps a name that no file has, and so cannot be read."""
     try:
-        return image_path(file or "", folder)
-    except UsageError:
-        return os.path.join(os.path.abspath(folder or ""), "outside-of-image-folder", os.path.basename(file or ""))
-
-
-def _stream_with_images(stream: Any, column: str, folder: str | None, name: str, may_lack: bool) -> Any:
-    if not stream.features:
-        stream = stream._resolve_features()
-    features = datasets.Features({**stream.features, column: datasets.Image(decode=False)})
-    # Through Arrow: after a map() over rows `datasets` would not decode.
-    joined = stream.with_format("arrow").map(
-        _join_table,
-        batched=True,
-        features=features,
-        fn_kwargs={"column": column, "folder": folder, "name": name, "may_lack": may_lack},
-    )
-    return joined.with_format(None).decode(num_threads=0)
-
-
-def _join_table(table: pa.Table, column: str, folder: str | None, name: str, may_lack: bool) -> pa.Table:
-    pictures = []
-    for file in table.column(column).to_pylist():
-        if may_lack and not file:
-            pictures.append(None)
-            continue
-        try:
-            pictures.append({"bytes": None, "path": image_path(file or "", folder)})
-        except UsageError as error:
-            raise UsageError(f'{name}, column "{column}": {error}') from None
-    found = pa.array(pictures, type=datasets.Image.pa_type)
-    return table.set_column(table.column_names.index(column), column, found)
+        return image_path(file, folder)
+    except UsageError as error:
+        if where is not None:
+            raise UsageError(f"{where}: {error}") from None
+        return os.path.join(os.path.abspath(folder or ""), "outside-of-image-folder", os.path.basename(file))

@@ -50,7 +50,6 @@ from hf_dist_ext.data.row_check import (
     first_of_node,
 )
 from hf_dist_ext.data.storage import with_retries
-from hf_dist_ext.data.text_with_image import join_parts
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.files import looks_like_a_path
 from hf_dist_ext.run.losses import LABEL_COLUMNS, embedded_columns
@@ -378,7 +377,6 @@ def prepare(dataset: AnyDataset, run: RunConfig, check: RowCheck) -> AnyDataset:
             raise UsageError(f'label_column="{label}" is also a name in columns. Call that column something else.')
     kept = {name: name for name in (run.id_column, label) if name is not None}
     dataset = with_images(dataset, columns, run, check)
-    dataset, columns = join_parts(dataset, columns, list(kept))
     if isinstance(dataset, Dataset):  # a stream is checked row by row, in the collator
         for index, (column, source) in enumerate(columns.items()):
             check_texts(dataset, column, source, index < NUM_PAIR_COLUMNS, check)

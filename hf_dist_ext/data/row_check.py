@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from datasets import Dataset
 
 from hf_dist_ext.data.columns import PARTS, Source, arrow_batches, type_name
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.losses import names_in
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +92,11 @@ class RowCheck:
 
 def check_texts(dataset: Dataset, column: str, source: Source, is_pair: bool, check: RowCheck) -> None:
     """Every row of a query or positive has a text (or an image); of a column of negatives at least one row."""
-    sources = [source] if isinstance(source, str) else source
-    kinds = [column_kind(dataset.features[dataset_column]) for dataset_column in sources]
-    for dataset_column, kind in zip(sources, kinds, strict=True):
-        if kind is None or (is_pair and kind == "texts"):
+    sources = names_in(source)
+    parts = list(source) if isinstance(source, Mapping) else [None] * len(sources)
+    for dataset_column, part in zip(sources, parts, strict=True):
+        kind = column_kind(dataset.features[dataset_column])
+        if kind is None or (is_pair and kind == "texts") or part not in (None, kind):
             allowed = "text or images" if is_pair else "text, lists of text or images"
             if type_name(dataset.features[dataset_column]) == "Json":  # what `datasets` calls values of several types
                 row, value = next((i, v) for i, v in enumerate(dataset[dataset_column]) if not isinstance(v, str))
@@ -142,7 +144,7 @@ def _not_utf8(values: pa.ChunkedArray) -> list[int]:
 
 def check_same_number(dataset: Dataset, column: str, source: Source, check: RowCheck) -> None:
     """Every row has as many negatives as the first one."""
-    sources = [source] if isinstance(source, str) else source
+    sources = names_in(source)
     row_offset, most = 0, None
     for table in arrow_batches(dataset.select_columns(list(dict.fromkeys(sources)))) if check.is_on else ():
         counts = sum(content_counts(table.column(name)) for name in sources)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.fields import Field, check_entry, parse_type, show
+from hf_dist_ext.run.fields import Field, check_entry, check_name, parse_type, show
 from hf_dist_ext.run.files import looks_like_a_path
 
 
@@ -191,11 +191,7 @@ def parse_evaluations(entries: Sequence[dict[str, Any]]) -> list[Evaluation]:
     found: list[Evaluation] = []
     for index, entry in enumerate(entries):
         one = _parse(entry, f"evaluations[{index}]")
-        if one.name in (names := [other.name for other in found]):
-            raise UsageError(
-                f'evaluations[{index}] is called "{one.name}", and so is evaluations[{names.index(one.name)}]. '
-                "Give one of them another name."
-            )
+        check_name(one.name, "evaluations", [other.name for other in found], may_have=".")
         found.append(one)
     return found
 
@@ -221,8 +217,6 @@ def _parse(entry: dict[str, Any], where: str) -> Evaluation:
     if kind == "mteb":
         _check_mteb(given, where)
     given.setdefault("name", re.sub(r"[^\w.-]", "-", Path(given["path"]).name.partition(".")[0]))
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", given["name"]):
-        raise UsageError(f'{where} has name="{given["name"]}". Give it letters, digits, "_", "-" and ".".')
     one = TYPES[kind](**given)
     if wrong := set(one.similarity_fn_names or ()) - set(one.similarities):
         takes = ", ".join(one.similarities) or "the similarity of the loss. Remove similarity_fn_names"

@@ -15,12 +15,12 @@ import functools
 import importlib.util
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import UsageError, closest
 
 # One alternative of a type: (kind, detail). Kinds: "bool", "int", "float", "str", "null", "any" (detail None);
 # "literal" (the value); "list", "dict" (the Type of the items); "object" (the name of a class JSON cannot express).
@@ -272,10 +272,22 @@ def check_entry(entry: Mapping[str, Any], where: str, takes: Mapping[str, Field]
         if name.startswith("_"):
             continue
         if name not in takes:
-            near = difflib.get_close_matches(name, takes, 1, 0.5)
-            hint = f"Closest: {json.dumps(near[0])}." if near else f"It takes {', '.join(takes)}."
-            raise UsageError(f"{where} has no field {json.dumps(name)}{else_}. {hint}")
+            hint = closest(name, takes, 0.5) or f" It takes {', '.join(takes)}."
+            raise UsageError(f"{where} has no field {json.dumps(name)}{else_}.{hint}")
         check_value(takes[name], value, where)
+
+
+def check_name(name: Any, field: str, earlier: Sequence[str], may_have: str = "") -> str:
+    """The name of an entry of the list `field`, which comes after those of the `earlier` ones. UsageError where it can
+    not stand in names of figures and folders, or is not the only one. `may_have`: beside letters, digits, "_", "-"."""
+    where = f"{field}[{len(earlier)}]"
+    if not isinstance(name, str) or not re.fullmatch(rf"[A-Za-z0-9][\w{may_have}-]*", name):
+        signs = ", ".join(map(json.dumps, ["_", "-", *may_have]))
+        raise UsageError(f"{where} has name={json.dumps(name)}. Give it a name of letters, digits and {signs}.")
+    if name in earlier:
+        other = f"{field}[{earlier.index(name)}]"
+        raise UsageError(f'{where} is called "{name}", and so is {other}. Give one of them another name.')
+    return name
 
 
 def schema_of(alternatives: Type, bounds: dict[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,10 @@ embeddings.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import UsageError, closest
 from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.run.fields import show
 
@@ -152,8 +151,7 @@ def _check_name(name: str, field: str) -> None:
     if name in REFUSED:
         raise UsageError(f"{field}={show(name)} can not be trained here: {REFUSED[name]}.")
     if name not in OWN and not name.endswith("Loss"):
-        nearest = difflib.get_close_matches(name, [*OWN, *LABELS, *WITHOUT_LABEL, MATRYOSHKA], n=1, cutoff=0.5)
-        hint = f" Closest: {show(nearest[0])}." if nearest else ""
+        hint = closest(name, [*OWN, *LABELS, *WITHOUT_LABEL, MATRYOSHKA], 0.5)
         raise UsageError(
             f"{field}={show(name)} is no loss. There are {', '.join(OWN)} and none, and the losses of "
             f"sentence-transformers by their class, such as CoSENTLoss.{hint}"
@@ -215,8 +213,11 @@ def label_column(config: RunConfig, available: Iterable[str]) -> str | None:
     return found
 
 
+def names_in(source: Any) -> list[str]:
+    """The dataset's columns that a column of the run is made of: one, a list or an object of several."""
+    return [source] if isinstance(source, str) else list(source.values() if isinstance(source, Mapping) else source)
+
+
 def embedded_columns(config: RunConfig) -> set[str]:
-    """Those of the dataset, of which each column of the run is one, a list or an object of several."""
-    sources = (config.columns or {}).values()
-    named = ([one] if isinstance(one, str) else one.values() if isinstance(one, dict) else one for one in sources)
-    return {one for of_source in named for one in of_source}
+    """Those of the dataset."""
+    return {one for source in (config.columns or {}).values() for one in names_in(source)}

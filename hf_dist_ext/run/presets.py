@@ -7,7 +7,6 @@ checkout and an editable install read it where it is.
 
 from __future__ import annotations
 
-import difflib
 import math
 from itertools import takewhile
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import UsageError, closest
 from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.config import PRESET_SHORT_NAMES
 
@@ -48,8 +47,7 @@ def find_preset(name_or_path: str) -> Path:
     known = presets()
     name = PRESET_SHORT_NAMES.get(name_or_path, name_or_path)
     if name not in known:
-        near = difflib.get_close_matches(name, [*known, *PRESET_SHORT_NAMES], 1)
-        hint = f' Closest: "{near[0]}".' if near else ""
+        hint = closest(name, [*known, *PRESET_SHORT_NAMES])
         raise UsageError(
             f'accelerate_config="{name_or_path}" is no preset.{hint} Presets: auto, {", ".join(known)}; '
             "or the path of an accelerate YAML."

@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import UsageError, closest
 from hf_dist_ext.run.config import Run, RunConfig, all_fields
-from hf_dist_ext.run.fields import Field, check_entry, show
-from hf_dist_ext.run.losses import INFONCE_FIELDS, cuts_dimensions
+from hf_dist_ext.run.fields import Field, check_entry, check_name, show
+from hf_dist_ext.run.losses import INFONCE_FIELDS, cuts_dimensions, names_in
 from hf_dist_ext.run.parts import (
     OF_A_LOSS,
     OF_THE_RUN,
@@ -62,9 +60,8 @@ def query_column(columns: Container[str]) -> str:
 def require_column(column: str, available: list[str], name: str, option: str) -> None:
     """Raises UsageError where the data called `name` lack a column that an option of the run reads."""
     if column not in available:
-        nearest = difflib.get_close_matches(column, available, n=1)
-        hint = f' Closest: "{nearest[0]}".' if nearest else ""
-        raise UsageError(f'{option}: {name} has no column "{column}". Columns: {", ".join(available)}.{hint}')
+        columns = f"{', '.join(available)}.{closest(column, available)}"
+        raise UsageError(f'{option}: {name} has no column "{column}". Columns: {columns}')
 
 
 def refuse_no_pair(available: list[str], name: str) -> NoReturn:
@@ -80,8 +77,7 @@ def columns_of_evaluation(columns: Mapping[str, Any] | None, available: list[str
     the run does, and it may lack negatives."""
     found = dict(columns or {})
     for index, (name, source) in enumerate(list(found.items())):
-        parts = [source] if isinstance(source, str) else source.values() if isinstance(source, Mapping) else source
-        if set(parts) <= set(available):
+        if set(names_in(source)) <= set(available):
             continue
         if name in available:
             found[name] = name
@@ -94,7 +90,9 @@ def sources_of(config: RunConfig) -> list[Source]:
     """The sources of a run that was checked."""
     names: list[str] = []
     for fields in config.datasets or ():
-        names.append(_name_of(fields, len(names), names))
+        # it stands in the log and in names of metrics
+        last = re.sub(r"\W+", "_", Path(fields["dataset_name"].partition("@")[0]).stem)
+        names.append(check_name(fields.get("name") or last, "datasets", names))
     return [
         Source(
             name,
@@ -189,17 +187,3 @@ def _check_fields(fields: Any, where: str) -> None:
     check_entry(fields, where, {name: all_fields()[name] for name in OF_A_SOURCE} | OF_ENTRY, OF_THE_RUN)
     if not fields.get("dataset_name"):
         raise UsageError(f"{where} has no dataset_name. Give a hub id or the path of a data file.")
-
-
-def _name_of(fields: dict[str, Any], index: int, earlier: list[str]) -> str:
-    """The one that is given, or the file's or hub id's last part; it stands in the log and in names of metrics."""
-    name = fields.get("name") or re.sub(r"\W+", "_", Path(fields["dataset_name"].partition("@")[0]).stem)
-    if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name):
-        raise UsageError(
-            f'datasets[{index}] is called {json.dumps(name)}. Give it a name of letters, digits, "_" and "-".'
-        )
-    if name in earlier:
-        raise UsageError(
-            f'datasets[{index}] is called "{name}", and so is datasets[{earlier.index(name)}]. Give one another name.'
-        )
-    return name

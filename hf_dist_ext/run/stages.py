@@ -7,8 +7,6 @@ stages; the first other one continues from its newest complete checkpoint.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, decides_here, resume_or_start
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.fields import check_name
 from hf_dist_ext.run.files import looks_like_a_path
 from hf_dist_ext.run.sources import sources_of
 
@@ -44,7 +43,7 @@ def plan_stages(run: Run, layers: list[Layer], parse: Callable[[list[Layer]], Ru
         )
     stages: list[Run] = []
     for index, fields in enumerate(run.options.stages):
-        name = _name_of(fields, index, [stage.name for stage in stages])
+        name = check_name(fields.get("name"), "stages", [stage.name for stage in stages])
         where = f'stage {index} "{name}"'
         if alien := OF_THE_WHOLE_RUN & fields.keys():
             raise UsageError(f"{where}: {min(alien)} holds for the whole run. Set it outside of stages.")
@@ -63,17 +62,6 @@ def plan_stages(run: Run, layers: list[Layer], parse: Callable[[list[Layer]], Ru
         stages.append(stage)
     _resume(run, stages)
     return stages
-
-
-def _name_of(fields: dict[str, Any], index: int, earlier: list[str]) -> str:
-    name = fields.get("name")
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w-]*", name):
-        raise UsageError(
-            f'stages[{index}] has name={json.dumps(name)}. Give each stage a name of letters, digits, "_" and "-".'
-        )
-    if name in earlier:
-        raise UsageError(f'stages[{index}] is called "{name}", and so is stages[{earlier.index(name)}]. Rename one.')
-    return name
 
 
 def _check_paths(stage: Run) -> None:

@@ -6,7 +6,6 @@ Trainer would find it when the model is loaded, or in the first step.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import TrainingArguments, get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import UsageError, closest
 from hf_dist_ext.run.fields import show
 
 
@@ -54,6 +53,4 @@ def _check_schedule(args: TrainingArguments) -> None:
 
 def _refuse_unknown(field: str, given: Iterable[str], known: list[str]) -> None:
     if wrong := [name for name in given if name not in known]:
-        near = difflib.get_close_matches(wrong[0], known, 1)
-        closest = f' Closest: "{near[0]}".' if near else ""
-        raise UsageError(f'{field} has "{wrong[0]}", and takes {", ".join(known)}.{closest}')
+        raise UsageError(f'{field} has "{wrong[0]}", and takes {", ".join(known)}.{closest(wrong[0], known)}')

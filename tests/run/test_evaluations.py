@@ -27,7 +27,7 @@ MODEL = {"model_config": {"model_type": "bert"}, "dataset_name": "code-search"}
     ({"type": "retrieval", "path": "a/b", "dims": [8, 8]}, r"dims=\[8, 8\] names one twice"),
     ({"type": "retrieval", "path": "a/b", "precisions": ["int4"]}, 'it takes a list of "int8" or "binary"'),
     ({"type": "retrieval", "path": "a/b", "similarity_fn_names": ["euclidean"]}, 'type "retrieval" takes cosine, dot'),
-    ({"type": "retrieval", "path": "a/b", "name": "a b"}, 'has name="a b". Give it letters'),
+    ({"type": "retrieval", "path": "a/b", "name": "a b"}, 'has name="a b". Give it a name of letters'),
     ({"type": "sts", "path": "a/b", "columns": {"text": "x"}}, 'columns has "text"; type "sts" reads sentence1, sent'),
     ({"type": "reranking", "path": "a/b", "similarity_fn_names": ["cosine", "dot"]}, "compares in one way"),
     ({"type": "triplet", "path": "a/b", "margin": -0.5}, "margin=-0.5 must be at least 0"),

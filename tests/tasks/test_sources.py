@@ -208,7 +208,7 @@ def first(**fields):
         ({"datasets": first(prompts="search")}, r'prompts="search" in datasets\[0\] is text'),
         ({"datasets": first(dataset_name="")}, r"datasets\[0\] has no dataset_name"),
         ({"datasets": first(name="code")}, r'datasets\[2\] is called "code", and so is datasets\[0\]'),
-        ({"datasets": first(name="a b")}, 'is called "a b". Give it a name of letters'),
+        ({"datasets": first(name="a b")}, 'has name="a b". Give it a name of letters'),
         ({"datasets": first(eval_split="test")}, "has eval_holdout, which takes rows from its train split"),
         ({"datasets": first(columns={"question": "query", "answer": "positive"})},
          "Call the query and its positive alike"),
