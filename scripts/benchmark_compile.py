@@ -27,7 +27,7 @@ from torch._dynamo.utils import counters
 
 from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.models.from_run import build
 from hf_dist_ext.training import compiling

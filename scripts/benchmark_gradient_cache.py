@@ -52,8 +52,8 @@ from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.budget import widened
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
 from hf_dist_ext.models.embedder import embedder_of

@@ -29,7 +29,7 @@ from benchmark_gradient_cache import (
 from model_sizes import bert
 
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.models.from_run import build
 
 KINDS = ("packed", "padded")

@@ -24,8 +24,8 @@ from benchmark_packing import MODELS, batch_of_lengths
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.replay import Comparison
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.models.from_run import build
 
 

@@ -27,7 +27,7 @@ from transformers.utils import logging
 from hf_dist_ext.checkpoints import async_save, commit, manifest, resume
 from hf_dist_ext.checkpoints.loss_state import LOSS_WEIGHTS, load_loss, settings, state_of, warn_of_settings
 from hf_dist_ext.strategies import consensus
-from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.base import Strategy, meanwhile
 
 logger = logging.get_logger(__name__)
 
@@ -53,7 +53,7 @@ class Keeper:
         self.is_guarded, self.finite_step = False, -1
         self._to_rotate: Path | None = None  # (5)
         self.best_checkpoint: str | None = None
-        self.evaluation_is_due = False
+        self.resumed: Mapping[str, Any] = {}  # the manifest of the checkpoint that this start continues, if it has one
         self.background = async_save.Background(args.ddp_timeout)
         self.writer = async_save.Writer()
         self.at_begin: list[Callable[[], None]] = []
@@ -67,19 +67,18 @@ class Keeper:
     def choose(self, asked: bool | str | None, strategy: Strategy, has_scaler: bool) -> str | None:
         """The path of the checkpoint that this start continues, complete and fit for this way to run, or None: also
         with `resume_weights_only`, which continues nothing."""
-        self.committed_step, self.best_checkpoint, self.evaluation_is_due = None, None, False
+        self.committed_step, self.best_checkpoint, self.resumed = None, None, {}
         self.finite_step, self._to_rotate = -1, None
         self._loss_settings = settings(self.loss)
         self._chosen, self._asked = folder, asked = resume.choose(self.args, asked)
         self._takes_weights_only = folder is not None and resume.takes_weights_only(self.args, folder, asked)
         if folder is None or self._takes_weights_only:
             return None
-        content = manifest.read(folder) or {}
-        resume.check_complete(self.args, folder, self.loss, strategy.rows, has_scaler)
+        self.resumed = content = manifest.read(folder) or {}
+        resume.check_complete(self.args, folder, content, self.loss, strategy.rows, has_scaler)
         strategy.check_resumable(folder, content, self.args.world_size)
-        self.best_checkpoint = resume.best_checkpoint_of(self.args, folder)
+        self.best_checkpoint = resume.best_checkpoint_of(self.args, folder, content)
         warn_of_settings(self._loss_settings, content.get("loss"))
-        self.evaluation_is_due = content.get("evaluation_due", False)
         return str(folder)
 
     def fit(
@@ -103,8 +102,8 @@ class Keeper:
             elif state_of(self.loss) and self.args.process_index == 0:
                 logger.warning(f"{folder} holds no {LOSS_WEIGHTS}: the loss begins anew.")
         elif folder is not None:
-            resume.check_optimizer(self.args, folder, optimizer)
-            resume.check_base(folder, model, dtype_of_base, strategy.casts_to)
+            resume.check_optimizer(self.args, folder, self.resumed, optimizer)
+            resume.check_base(folder, self.resumed, model, dtype_of_base, strategy.casts_to)
             resume.check_frozen(folder, frozen_digests)
         begin, given = resume.begin_or_continue_run, (self.args, folder, self._asked, is_search)
         self._begin_run = partial(begin, *given, self._takes_weights_only)
@@ -204,8 +203,5 @@ class Keeper:
                     'or "save_strategy": "best".'
                 )
         # With save_total_limit=1 Trainer would now delete every folder but the best, complete and newest or not.
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
+        with meanwhile(self.args, save_total_limit=None):
             yield
-        finally:
-            self.args.save_total_limit = limit

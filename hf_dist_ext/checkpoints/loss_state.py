@@ -26,7 +26,7 @@ from hf_dist_ext.checkpoints.folder import OF_THE_LOSS
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.adapters import adapters_of
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.strategies.tensors import bare_optimizer
+from hf_dist_ext.strategies.tensors import bare_optimizer, loss_parameters
 
 logger = logging.get_logger(__name__)
 
@@ -40,11 +40,6 @@ OTHER_MODELS = ("guide", "model", "stand_in")  # inside of losses of sentence-tr
 SECRETS = ("hub_token", "push_to_hub_token")
 
 # ---- the loss ----
-
-
-def loss_parameters(loss: Any) -> list[nn.Parameter]:
-    """Those of a loss that train, such as a temperature."""
-    return [p for p in loss.parameters() if p.requires_grad] if isinstance(loss, nn.Module) else []
 
 
 def state_of(loss: Any) -> dict[str, torch.Tensor]:
@@ -201,9 +196,9 @@ def save_description(model: nn.Module, processor: Any, args: Any, folder: Path) 
 
 
 def save_arguments(args: Any, folder: Path) -> None:
+    """Call it inside of `without_secrets`."""
     folder.mkdir(parents=True, exist_ok=True)
-    with without_secrets(args):
-        torch.save(args, folder / "training_args.bin")
+    torch.save(args, folder / "training_args.bin")
 
 
 def save_budget(budget: Any, folder: str) -> None:

@@ -2,7 +2,7 @@
 
 A checkpoint of a run with frozen parts holds what trains (checkpoints/trainable.py); FSDP's may hold shards; any other
 one holds what `save_pretrained` writes. The folder that a run ends with is complete, unless only a part was trained
-and the rest lies in a folder or on the hub. Where a method returns False, Trainer does it.
+and the rest lies in a folder or on the hub. Where `load` or one for the optimizer returns False, Trainer does it.
 """
 
 from __future__ import annotations
@@ -24,78 +24,79 @@ from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies import consensus
 from hf_dist_ext.strategies.base import Strategy
 
-Save = Callable[..., None]  # takes a folder, and the whole weights when they are not the model's own
-
 
 class ModelFiles:
-    """Made once per run. `model`, `bare_model`, `strategy`, `processor` and `saved` return what these are now; `saved`
-    the names of the weights that checkpoints hold, None for all.
+    """Made once per model of a `run`, a `DistTrainer`.
 
     Attributes:
         frozen_digests: of the weights that checkpoints leave out; None when they hold all of them.
         dtype_of_base: what the base was loaded in. DeepSpeed casts it later.
     """
 
-    def __init__(
-        self,
-        args: Any,
-        model: Callable[[], nn.Module],
-        bare_model: Callable[[], nn.Module],
-        strategy: Callable[[], Strategy],
-        processor: Callable[[], Any],
-        saved: Callable[[], frozenset[str] | None],
-    ):
-        self.args, self.model, self.bare_model, self.strategy = args, model, bare_model, strategy
-        self.processor, self.saved = processor, saved
-        self.is_ours = hasattr(args, "save_full_model")  # with other arguments checkpoints are Trainer's
+    def __init__(self, run: Any):
+        self.run, self.args = run, run.args
+        self.is_ours = run.has_own_arguments  # with other arguments checkpoints are Trainer's
         self.frozen_digests: Mapping[str, str] | None = None
-        bare = bare_model()
+        bare = run.bare_model
         base = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
         self.dtype_of_base = dtype_of_base(base)
         self._empty: Any = None  # of a model of sentence-transformers, before anything wraps it
         self._take_settings()
 
+    @property
+    def strategy(self) -> Strategy:
+        return self.run.strategy
+
+    @property
+    def saved(self) -> frozenset[str] | None:
+        """The names of the weights that checkpoints hold, None for all."""
+        return None if self.run.freeze_plan is None else self.run.freeze_plan.saved
+
     def _take_settings(self) -> None:
-        bare = self.bare_model()
+        bare = self.run.bare_model
         if is_of_sentence_transformers(bare) and not sentence_model.is_sharded(bare):
-            with self.strategy().saving_whole(bare):
+            with self.strategy.saving_whole(bare):
                 self._empty = sentence_model.empty_copy(bare)
 
     @property
+    def _processor(self) -> Any:
+        return self.run.processing_class or getattr(self.run.data_collator, "tokenizer", None)
+
+    @property
     def is_part(self) -> bool:
-        return self.saved() is not None
+        return self.saved is not None
 
     def _saved_here(self) -> frozenset[str]:
         """Of the names that checkpoints hold those of this rank's parameters. Every rank calls it."""
-        return self.saved() - self.strategy().elsewhere
+        return self.saved - self.strategy.elsewhere
 
     @property
     def is_sharded(self) -> bool:
-        return self.is_ours and self.strategy().saves_shards
+        return self.is_ours and self.strategy.saves_shards
 
     @property
     def is_by_name(self) -> bool:
         """The state of the optimizer."""
-        return self.is_part or self.strategy().saves_by_name
+        return self.is_part or self.strategy.saves_by_name
 
     @property
     def ends_complete(self) -> bool:
         """Whether the run ends with a folder that from_pretrained loads: not when only a part of a model of
         transformers was trained, unless it was asked for, or the rest is in no folder and on no hub."""
-        bare = self.bare_model()
+        bare = self.run.bare_model
         is_whole = not self.is_part or self.args.save_full_model or base_model(bare) is None
         return is_whole or is_of_sentence_transformers(bare)
 
     @property
     def has_adapters(self) -> bool:
         """And saves nothing else, in a peft model."""
-        return not self.is_part and bool(adapters_of(self.bare_model()))
+        return not self.is_part and bool(adapters_of(self.run.bare_model))
 
     @property
     def are_adapters_merged(self) -> bool:
         """At the end. A folder of sentence-transformers holds adapters beside the other modules' weights, so they may
         stay where their base lies somewhere and has not trained."""
-        bare = self.bare_model()
+        bare = self.run.bare_model
         is_wanted = self.is_part
         if is_of_sentence_transformers(bare):
             is_wanted = base_model(bare) is None or trains_beside(bare)
@@ -104,23 +105,23 @@ class ModelFiles:
     @property
     def _is_apart(self) -> bool:
         """Whether no process has the whole model."""
-        strategy = self.strategy()
+        strategy = self.strategy
         return strategy.forwards_are_collective or strategy.is_cut or bool(strategy.split)
 
     # ---- before a run ----
 
     def prepare(self) -> None:
         """Before anything is wrapped or trained."""
-        strategy = self.strategy()
+        strategy = self.strategy
         if not strategy.has_engine:  # whose weights are no longer whole in a second run
             self._take_settings()  # prompts and lengths may have been changed since the trainer was made
         merges = self.ends_complete and self.are_adapters_merged
         if self.args.save_full_model or (self._is_apart and merges):
-            merge.check_can_save_merged(self.bare_model(), self._is_apart)
+            merge.check_can_save_merged(self.run.bare_model, self._is_apart)
         if self.frozen_digests is None and (self.is_part or self.has_adapters):
-            bare = self.bare_model()
+            bare = self.run.bare_model
             own = trainable.frozen_digests(bare, self._saved_here()) if self.is_part else trainable.base_digests(bare)
-            parts = self.strategy().said_by_parts(own)
+            parts = self.strategy.said_by_parts(own)
             self.frozen_digests = {name: digest for part in parts for name, digest in part.items()}
 
     @property
@@ -133,23 +134,23 @@ class ModelFiles:
         """What a checkpoint will hold."""
         for values in (getattr(optimizer, "state", None) or {}).values():
             yield from (value for value in values.values() if hasattr(value, "element_size"))
-        yield from (p for p in self.model().parameters() if not self.is_part or p.requires_grad)
+        yield from (p for p in self.run.model.parameters() if not self.is_part or p.requires_grad)
 
-    def save_for_resume(self, folder: Path, save: Save, writer: Writer) -> bool:
+    def save_for_resume(self, folder: Path, as_trainer: Callable[[], None], writer: Writer) -> None:
+        """`as_trainer`: does what Trainer's `save_model` does."""
         if self.has_adapters:
             self._save_digests(folder)
         if self.is_part or self.is_sharded:  # FSDP's shards follow with the optimizer
             self._save_description(folder)
             if self.is_part:
                 self._save_trainable(folder, self.is_sharded, writer)
-        elif self.strategy().split or self._empty is not None:
-            self._save_whole(folder, save)
+        elif self.strategy.split or self._empty is not None or self._is_written_later(writer):
+            self._save_whole(folder, writer)
         else:
-            return False
-        return True
+            _keeping_card(folder, as_trainer)
 
     def save_optimizer(self, folder: Path, optimizer: Any, writer: Writer) -> bool:
-        strategy, model, keep = self.strategy(), self.model(), self.args.should_save
+        strategy, model, keep = self.strategy, self.run.model, self.args.should_save
         if not self.is_by_name:
             return self.is_ours and strategy.save_optimizer(model, optimizer, folder, keep, writer)
         if strategy.has_engine:
@@ -158,66 +159,62 @@ class ModelFiles:
             trainable.save_optimizer(model, optimizer, folder, self.args, self.is_sharded, writer, strategy)
         return True
 
-    def save_weights(self, folder: Path, whole: dict | None, save: Save, writer: Writer) -> None:
-        """As `save`, Trainer's, does, which takes the folder and the whole weights; None: the model's own."""
-        if not self.args.should_save:  # of a model that transformers has split, all ranks gather it
-            return None if self._empty is not None else save(str(folder), whole)
-        model: Any = self.bare_model()
-        if self._empty is not None:
-            loss_state.save_arguments(self.args, folder)
-            if not (writer.is_later or self._is_apart) and all(map(sentence_model.is_alone, model.parameters())):
-                sentence_model.write(model, folder)  # with its settings of now
-                return
-            write = partial(sentence_model.save, self._empty)
-        elif not (writer.is_later and self._can_be_written_later()):
-            return _keeping_card(save, str(folder), whole)
-        else:
-            self._save_description(folder)
-            if not isinstance(model, PreTrainedModel):
-                return writer.tensors(model.state_dict() if whole is None else whole, folder / "model.safetensors")
-            write = partial(_save_pretrained, model)
-        whole = model.state_dict() if whole is None else whole
-        writer.write(whole, lambda whole, group: write(whole, folder))
-
     def write_merged(self, folder: Path, whole: Mapping[str, torch.Tensor]) -> None:
         """The folder of a model of sentence-transformers, of whole weights that have no adapters any more."""
         sentence_model.save(self._empty, whole, folder, merged=True)
 
-    def _can_be_written_later(self) -> bool:
-        """Whether `save_pretrained` makes what it writes of the weights it is given: not that of adapters (some kinds
-        compute theirs of the live model), of quantized weights, and of a model that transformers has split."""
-        model = self.bare_model()
+    def _is_written_later(self, writer: Writer) -> bool:
+        """Not where `save_pretrained` makes what it writes of anything but the weights it is given: of adapters (some
+        kinds compute theirs of the live model), quantized weights, and a model that transformers has split."""
+        model = self.run.bare_model
         is_split = getattr(getattr(model, "config", None), "distributed_config", None) is not None
-        return not (adapters_of(model) or getattr(model, "hf_quantizer", None) or is_split)
+        reads_live_model = adapters_of(model) or getattr(model, "hf_quantizer", None) or is_split
+        return writer.is_later and not reads_live_model
 
     def _save_description(self, folder: Path) -> None:
         if self.args.should_save:
-            loss_state.save_description(self.bare_model(), self.processor(), self.args, folder)
+            loss_state.save_description(self.run.bare_model, self._processor, self.args, folder)
 
     def _save_trainable(self, folder: Path, is_sharded: bool, writer: Writer) -> None:
         digests, keep = self.frozen_digests or {}, self.args.should_save
-        strategy, saved = self.strategy(), self._saved_here()
-        trainable.save_weights(self.model(), saved, digests, folder, keep, is_sharded, writer, strategy)
+        strategy, saved = self.strategy, self._saved_here()
+        trainable.save_weights(self.run.model, saved, digests, folder, keep, is_sharded, writer, strategy)
 
     def _save_digests(self, folder: Path) -> None:
         if self.frozen_digests and self.args.should_save:
             trainable.write_digests(folder, self.frozen_digests)
 
-    def _save_whole(self, folder: Path, save: Save) -> None:
-        whole = self.whole_weights()
-        if self.args.should_save:
-            with self.strategy().saving_whole(self.model()):
-                save(str(folder), whole)
+    def _save_whole(self, folder: Path, writer: Writer) -> None:
+        model, strategy = self.run.bare_model, self.strategy
+        whole = self.whole_weights() if self._is_apart else model.state_dict()
+        if not self.args.should_save:
+            return
+        with strategy.saving_whole(self.run.model):
+            if self._empty is not None:
+                loss_state.save_arguments(self.args, folder)
+                if not (writer.is_later or self._is_apart) and all(map(sentence_model.is_alone, model.parameters())):
+                    return sentence_model.write(model, folder)  # with its settings of now
+                write = partial(sentence_model.save, self._empty)
+            elif not self._is_written_later(writer):
+                return _keeping_card(folder, lambda: self.run._save(str(folder), whole))
+            else:
+                self._save_description(folder)
+                if not isinstance(model, PreTrainedModel):
+                    return writer.tensors(whole, folder / "model.safetensors")
+                write = partial(_save_pretrained, model)
+            writer.write(whole, lambda whole, group: write(whole, folder))
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
         """The model's state dict on the first rank, also when it is sharded. Every rank calls it."""
-        return self.strategy().whole_weights(self.model(), keep=self.args.should_save)
+        return self.strategy.whole_weights(self.run.model, keep=self.args.should_save)
 
     # ---- the model that a run ends with ----
 
-    def save_at_end(self, folder: Path, save: Save, as_trainer: Save, facts: Callable[[], Mapping[str, Any]]) -> bool:
-        """`as_trainer`: Trainer's `save_model`, without its push; `facts`: of the manifest."""
-        if adapters_of(self.bare_model()) and not self.are_adapters_merged:
+    def save_at_end(
+        self, folder: Path, as_trainer: Callable[[], None], facts: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """`facts`: of the manifest."""
+        if adapters_of(self.run.bare_model) and not self.are_adapters_merged:
             consensus.together(lambda: self._save_digests(folder))
         if not self.ends_complete:
             consensus.together(lambda: self._save_description(folder))
@@ -228,39 +225,38 @@ class ModelFiles:
         elif self.are_adapters_merged and self._is_apart and self._empty is not None:
             whole = self.whole_weights()
             if self.args.should_save:
-                with self.strategy().saving_whole(self.model()):
-                    self.write_merged(folder, merged_weights(self.bare_model(), whole))
+                with self.strategy.saving_whole(self.run.model):
+                    self.write_merged(folder, merged_weights(self.run.bare_model, whole))
         elif self.are_adapters_merged:
             if self.args.should_save:
-                merge.save_merged(self.bare_model(), self.processor(), folder)
-        elif self.is_sharded or self.strategy().split or self._empty is not None:
-            self._save_whole(folder, save)
+                merge.save_merged(self.run.bare_model, self._processor, folder)
+        elif self.is_sharded or self.strategy.split or self._empty is not None:
+            self._save_whole(folder, Writer())
         else:
-            return False
-        return True
+            _keeping_card(folder, as_trainer)
 
     # ---- reading ----
 
     def load(self, model: nn.Module, folder: Path) -> bool:
         """The weights of a checkpoint; the way Trainer takes is safe then."""
-        strategy, trusts = self.strategy(), getattr(self.args, "trust_checkpoint", False)
+        strategy, trusts = self.strategy, getattr(self.args, "trust_checkpoint", False)
         if self.is_part:
             trainable.load_weights(model, self._saved_here(), folder, trusts, strategy.elsewhere)
         elif strategy.reads_own_format and (strategy.holds_own_format(folder) or not self.is_ours):
             safe_reading.check(folder, trusts)
             return False
         else:
-            return weights.load(self.bare_model(), folder, trusts, strategy)
+            return weights.load(self.run.bare_model, folder, trusts, strategy)
         return True
 
     def load_optimizer(self, folder: Path, optimizer: Any) -> bool:
-        is_empty = self.strategy().has_no_optimizer_state(folder)
-        converts = self.is_ours and self.strategy().converts(folder)
+        is_empty = self.strategy.has_no_optimizer_state(folder)
+        converts = self.is_ours and self.strategy.converts(folder)
         if not (self.is_by_name or is_empty or converts):
             return False
-        if not self.strategy().has_engine and not is_empty:  # DeepSpeed's engine has read all of it
-            elsewhere = self.strategy().elsewhere
-            trainable.load_optimizer(self.model(), optimizer, folder, self.args.trust_checkpoint, elsewhere)
+        if not self.strategy.has_engine and not is_empty:  # DeepSpeed's engine has read all of it
+            elsewhere = self.strategy.elsewhere
+            trainable.load_optimizer(self.run.model, optimizer, folder, self.args.trust_checkpoint, elsewhere)
         return True
 
 
@@ -268,10 +264,10 @@ def _save_pretrained(model: PreTrainedModel, whole: dict[str, torch.Tensor], fol
     model.save_pretrained(folder, state_dict=whole)
 
 
-def _keeping_card(save: Save, folder: str, whole: dict | None) -> None:
+def _keeping_card(folder: Path, save: Callable[[], None]) -> None:
     """peft writes lines of its own into a README.md that lies there."""
-    card = Path(folder, "README.md")
+    card = folder / "README.md"
     before = card.read_bytes() if card.is_file() else None
-    save(folder, whole)
+    save()
     if before is not None:
         card.write_bytes(before)

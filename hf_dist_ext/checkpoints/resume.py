@@ -24,12 +24,13 @@ from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import manifest, safe_reading, trainable, weights
 from hf_dist_ext.checkpoints.folder import another, checkpoint_to_resume, missing_from_checkpoint
-from hf_dist_ext.checkpoints.loss_state import LOSS_OPTIMIZER, LOSS_WEIGHTS, loss_parameters, state_of
+from hf_dist_ext.checkpoints.loss_state import LOSS_OPTIMIZER, LOSS_WEIGHTS, state_of
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.models.adapters import adapters_of
 from hf_dist_ext.strategies import collectives, consensus
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.rows import Rows
+from hf_dist_ext.strategies.tensors import loss_parameters
 
 logger = logging.get_logger(__name__)
 
@@ -196,11 +197,14 @@ def _everyones(look: Callable[[], list[str]]) -> list[str]:
 # ---- whether it holds all ----
 
 
-def check_complete(args: Any, folder: Path, loss: Any, rows: Rows, has_scaler: bool) -> None:
+def check_complete(
+    args: Any, folder: Path, content: Mapping[str, Any], loss: Any, rows: Rows, has_scaler: bool
+) -> None:
+    """`content`, here and below: the manifest of the folder, empty without one."""
     needed = ["scaler.pt"] if has_scaler else []
     needed += [LOSS_WEIGHTS] if state_of(loss) else []
     needed += [LOSS_OPTIMIZER] if loss_parameters(loss) else []
-    world_size, per_rows, _ = saved_spread(folder)
+    world_size, per_rows, _ = saved_spread(folder, content)
     if (world_size, per_rows) == (args.world_size, rows.shared_by):
         needed.append(f"rng_state_{args.process_index}.pth" if world_size > 1 else "rng_state.pth")
 
@@ -227,31 +231,28 @@ def check_frozen(folder: Path, digests: Mapping[str, str] | None) -> None:
         )
 
 
-def check_base(folder: Path, model: Any, dtype: str, cast_to: str | None) -> None:
+def check_base(folder: Path, content: Mapping[str, Any], model: Any, dtype: str, cast_to: str | None) -> None:
     """UsageError where adapters were trained on a base of another precision than `dtype`, which computes something
     else. `cast_to`: what an engine makes of it before it computes; None: nothing."""
-    saved = (manifest.read(folder) or {}).get("dtype")
-    if not adapters_of(model) or saved is None:
-        return
-    if saved not in (dtype, cast_to):
+    saved = content.get("dtype", dtype)
+    if adapters_of(model) and saved not in (dtype, cast_to):
         raise UsageError(
             f'{folder}: its adapters were trained on a base in {saved}, which this run loads in {dtype}. Set "dtype": '
             f'"{saved}", or resume_weights_only to start anew from them.'
         )
 
 
-def check_optimizer(args: Any, folder: Path, optimizer: str) -> None:
+def check_optimizer(args: Any, folder: Path, content: Mapping[str, Any], optimizer: str) -> None:
     """UsageError where the state of the optimizer or of the schedule is of another kind than this run's, which would
     end with a KeyError in its first step. `optimizer`: the class of this run's."""
-    saved = manifest.read(folder) or {}
-    if (before := saved.get("optimizer") or optimizer) != optimizer:
+    if (before := content.get("optimizer") or optimizer) != optimizer:
         raise UsageError(
-            f'{folder} holds the state of {before} (optim="{saved["optim"]}"), and this run trains with {optimizer} '
+            f'{folder} holds the state of {before} (optim="{content["optim"]}"), and this run trains with {optimizer} '
             f'(optim="{args.optim.value}"). Give the optim of the checkpoint, or resume_weights_only=true: it takes '
             "the weights, and everything else starts anew."
         )
     now = args.lr_scheduler_type.value
-    before = saved.get("lr_scheduler_type", now)
+    before = content.get("lr_scheduler_type", now)
     if before != now and {before, now} & OF_A_METRIC:
         raise UsageError(
             f'{folder} holds a schedule of lr_scheduler_type="{before}", and this run has "{now}", whose state is '
@@ -260,11 +261,11 @@ def check_optimizer(args: Any, folder: Path, optimizer: str) -> None:
         )
 
 
-def best_checkpoint_of(args: Any, folder: Path) -> str | None:
+def best_checkpoint_of(args: Any, folder: Path, content: Mapping[str, Any]) -> str | None:
     """Where the best checkpoint lies of the run that `folder` is of. trainer_state.json has the path that it had when
     it was written. The run's folder may have been moved or copied since, so what lies beside `folder` comes first, as
     long as it is what the manifest of `folder` names. UsageError where the run is to end with it and it is gone."""
-    identity = (manifest.read(folder) or {}).get("best")
+    identity = content.get("best")
 
     def look() -> Path | None:
         state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
@@ -312,19 +313,19 @@ def _broken(checkpoint: Path) -> str:
     return manifest.why_incomplete(checkpoint) if (checkpoint / manifest.MANIFEST).is_file() else ""
 
 
-def saved_spread(folder: Path) -> tuple[int, int, int]:
+def saved_spread(folder: Path, content: Mapping[str, Any]) -> tuple[int, int, int]:
     """Of how many processes a checkpoint is, how many of them held the same rows, and how many parts of one layer."""
-    if (content := manifest.read(folder)) is None:
+    if not content:
         return max(len(list(folder.glob("rng_state_*.pth"))), 1), 1, 1
     per_layer = content["tensor_parallel_size"]
     return content["world_size"], per_layer * content["pipeline_parallel_size"], per_layer
 
 
-def draws_anew(args: Any, step: int, folder: str, strategy: Strategy) -> bool:
+def draws_anew(args: Any, step: int, folder: str, content: Mapping[str, Any], strategy: Strategy) -> bool:
     """Under another number of processes no random state fits; what is drawn then follows from the run's seed and the
     step, as it follows from the seed at a start."""
     share = strategy.rows.shared_by
-    before, share_before, per_layer = saved_spread(Path(folder))
+    before, share_before, per_layer = saved_spread(Path(folder), content)
     if (before, share_before, per_layer) == (args.world_size, share, strategy.ranks_per_layer):
         return False
     if collectives.rank() == 0:

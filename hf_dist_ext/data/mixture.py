@@ -128,8 +128,3 @@ def one_source(rows: Sequence[Mapping[str, Any]]) -> str | None:
             "DistTrainer with a loss make the sampler."
         )
     return name
-
-
-def source_of(batch: Mapping[str, Any]) -> str | None:
-    """The name of a batch's source, None where there is but one training set."""
-    return (batch.get("ids") or {}).get(SOURCE)

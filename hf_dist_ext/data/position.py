@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from accelerate.data_loader import prepare_data_loader
@@ -60,29 +59,12 @@ class DataPosition:
     """The rows that a trainer has used, and how it goes on behind them. Trainer's hooks ask it.
 
     Args:
-        args: the trainer's. With transformers' own TrainingArguments everything is Trainer's.
-        dataset: gives the training set, which may be another one in the next training.
-        batch: gives the rows of a micro-batch, (those of one process, those of all), which Trainer may change.
-        dataloader_config: accelerate's.
-        splits_last_batch: the rows of a short last batch are split over the processes; else it is filled up.
+        run: the trainer. With transformers' own TrainingArguments everything is Trainer's.
         exchange: gives every rank's list of integers for this rank's.
-        read_manifest: gives what the manifest of a checkpoint's folder holds, None without one.
     """
 
-    def __init__(
-        self,
-        args: Any,
-        dataset: Callable[[], Any],
-        batch: Callable[[], tuple[int, int]],
-        dataloader_config: Any,
-        *,
-        splits_last_batch: bool,
-        exchange: Callable[[list[int]], list[list[int]]],
-        read_manifest: Callable[[Path], Mapping[str, Any] | None],
-    ):
-        self.args, self.dataloader_config, self.splits_last_batch = args, dataloader_config, splits_last_batch
-        self._dataset, self._batch, self._exchange, self._read_manifest = dataset, batch, exchange, read_manifest
-        self._is_on = hasattr(args, "allow_changed_data")
+    def __init__(self, run: Any, exchange: Callable[[list[int]], list[list[int]]]):
+        self.run, self.args, self._exchange = run, run.args, exchange
         self._dealer: Dealer | MixedDealer | None = None  # of the loader that was made last
         self._reset()
 
@@ -99,19 +81,19 @@ class DataPosition:
     @property
     def rows_per_micro_batch(self) -> int:
         """The rows of all ranks together."""
-        return self._batch()[1]
+        return self.run.rows_of_micro_batch()[1]
 
     @property
     def reads_in_one_order(self) -> bool:
-        config = self.dataloader_config
+        config = self.run.accelerator.dataloader_config
         is_whole = not config.dispatch_batches and not config.split_batches
-        return self._is_on and is_stream(self._dataset()) and is_whole
+        return self.run.has_own_arguments and is_stream(self.run.train_dataset) and is_whole
 
     # ---- (2): what checkpoints hold ----
 
     def facts(self, bad_rows: Any) -> dict[str, Any]:
         """For the manifest; a finished epoch is the beginning of the next. `bad_rows`: those of the epoch so far."""
-        now, dataset = self.used, self._dataset()
+        now, dataset = self.used, self.run.train_dataset
         how = {
             "dataloader_num_workers": self.args.dataloader_num_workers,
             "stream_order": "one" if self.reads_in_one_order else None,
@@ -143,11 +125,11 @@ class DataPosition:
         self._reset()
         self.used = RowsUsed(window=self.rows_per_micro_batch)
         if self.reads_in_one_order:
-            stream_order.check_stream(self.args, self._dataset())
+            stream_order.check_stream(self.args, self.run.train_dataset)
             self.stream = StreamState()
-        content = self._read_manifest(Path(folder)) if folder and self._is_on else None
-        if content and "position" in content:
-            check_same_data(self.args, self._dataset(), content, folder)
+        content = self.run.keeper.resumed
+        if folder and "position" in content:
+            check_same_data(self.args, self.run.train_dataset, content, folder)
             if self.args.ignore_data_skip:  # the data begin anew
                 samples = content["position"]["samples"]
                 self.used = replace(self.used, samples=samples, is_regular=False)
@@ -159,8 +141,8 @@ class DataPosition:
             self.stream = None
 
     def _continue(self, content: Mapping[str, Any], folder: str) -> None:
-        args, dataset, used = self.args, self._dataset(), RowsUsed(**content["position"])
-        own, everyone = self._batch()
+        args, dataset, used = self.args, self.run.train_dataset, RowsUsed(**content["position"])
+        own, everyone = self.run.rows_of_micro_batch()
         now = {
             "data_parallel_size": everyone // own,
             "per_device_train_batch_size": own,
@@ -196,7 +178,7 @@ class DataPosition:
 
     def loader_in_one_order(self, collate: Callable, accelerator: Any) -> Any:
         """The loader of this process's rows of a stream: accelerate moves its batches to the device, and no more."""
-        args, (own, everyone), dataset = self.args, self._batch(), self._dataset()
+        args, (own, everyone), dataset = self.args, self.run.rows_of_micro_batch(), self.run.train_dataset
         self._dealer = stream_order.dealer_of(
             dataset,
             own,
@@ -231,7 +213,7 @@ class DataPosition:
 
     def rest_of_dataset(self) -> Any:
         """The training set for Trainer's own loader: a changed run leaves out the rows of a stream that were used."""
-        dataset = self._dataset()
+        dataset = self.run.train_dataset
         if self._resumed is None or not isinstance(dataset, IterableDataset):
             return dataset
         if self.args.dataloader_num_workers:
@@ -245,10 +227,10 @@ class DataPosition:
     def take_over(self, loader: Any) -> None:
         """Let a loader of Trainer's take its batches from `EpochBatches`."""
         begun = self._resumed
-        if not self._is_on or isinstance(loader.dataset, IterableDataset):
+        if not self.run.has_own_arguments or isinstance(loader.dataset, IterableDataset):
             return
-        fills = "filled" if self.dataloader_config.even_batches else "uneven"
-        last = "split" if self.splits_last_batch else fills
+        fills = "filled" if self.run.accelerator.dataloader_config.even_batches else "uneven"
+        last = "split" if self.run.loss is not None else fills  # over the processes
         batches = order.take_over(loader, seed=seed_of_order(self.args), last=last, begun=begun)
         if isinstance(sampler := getattr(batches, "sampler", None), OneSourceSampler) and self._begun.get("sources"):
             sampler.go_on(self._begun["sources"], self.used.epoch, self.used.rows)
@@ -290,7 +272,7 @@ class DataPosition:
             return num_epochs, 0  # nothing is left; Trainer takes one more step in the middle of an epoch
         if self._resumed is not None or self.stream is not None:
             return (0 if self._resumed is None else self._resumed.epoch), 0  # a stream itself begins at its state
-        if is_stream(self._dataset()) and self.used.samples:
+        if is_stream(self.run.train_dataset) and self.used.samples:
             # Trainer takes the steps of all epochs for batches of the first.
             return self.used.epoch, self.used.rows // self.rows_per_micro_batch
         epochs, batches = counted
@@ -304,7 +286,7 @@ class DataPosition:
     def _rows_in(self, loader: Any) -> int | None:
         """Of a whole epoch."""
         batches = order.batches_of(loader)
-        return batches.num_rows if isinstance(batches, EpochBatches) else length(self._dataset())
+        return batches.num_rows if isinstance(batches, EpochBatches) else length(self.run.train_dataset)
 
     # ---- an epoch, and the batches of a step ----
 

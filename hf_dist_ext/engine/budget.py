@@ -28,8 +28,8 @@ import torch
 
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import KEEP, SCORE, Phase
-from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.peak import Peak, free_bytes, peak_bytes
+from hf_dist_ext.engine.tables import ChunkLimits
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,8 @@ import numpy as np
 import torch
 
 from hf_dist_ext.engine.flat import unfolded
-from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.rows import ChunkOrder, Places, order_of_chunks
-from hf_dist_ext.engine.tables import REMEDY, Table
+from hf_dist_ext.engine.tables import REMEDY, ChunkLimits, Table
 from hf_dist_ext.errors import UsageError
 
 

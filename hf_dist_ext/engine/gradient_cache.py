@@ -9,7 +9,7 @@ time and their gradients add up to the full batch's. Chunks whose graph is kept 
 one chunk, or all kept, the step costs what the plain step costs.
 
     >>> import torch
-    >>> from hf_dist_ext.engine.limits import ChunkLimits
+    >>> from hf_dist_ext.engine.tables import ChunkLimits
     >>> from hf_dist_ext.engine.layout import lay_out
     >>> from hf_dist_ext.engine.gradient_cache import cached_step
     >>> encoder = torch.nn.Linear(8, 4)
@@ -35,9 +35,17 @@ from typing import NoReturn
 
 import torch
 
-from hf_dist_ext.engine.assembly import Assembly, OnColumn
 from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
-from hf_dist_ext.engine.outputs import Output, detached, gradients_of, inner_product, leaves_of, to_chunks
+from hf_dist_ext.engine.outputs import (
+    Assembly,
+    OnColumn,
+    Output,
+    detached,
+    gradients_of,
+    inner_product,
+    leaves_of,
+    to_chunks,
+)
 from hf_dist_ext.engine.replay import Comparison, RandomState, ReplayError, replayed
 from hf_dist_ext.errors import UsageError
 

@@ -22,10 +22,9 @@ from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.columns import Column, FeatureAxes, read_columns
 from hf_dist_ext.engine.flat import FlatRows
 from hf_dist_ext.engine.images import UnitLayout
-from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.packing import PackedRows, PackedTokens, can_be_packed
 from hf_dist_ext.engine.rows import RowFeature
-from hf_dist_ext.engine.tables import Table, Units
+from hf_dist_ext.engine.tables import ChunkLimits, Table, Units
 
 
 def lay_out(

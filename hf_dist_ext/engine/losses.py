@@ -23,10 +23,9 @@ from torch.nn.functional import logsigmoid
 
 from hf_dist_ext import policy
 from hf_dist_ext.engine.false_negatives import Keys, keys_of
-from hf_dist_ext.engine.matmul import Matmul
 from hf_dist_ext.engine.ring import Ring, RingPlan, scored_in_ring
 from hf_dist_ext.engine.ring_scores import Softmax
-from hf_dist_ext.engine.tiled_infonce import MASKED, Direction, InfoNCESetup, tiled_infonce
+from hf_dist_ext.engine.tiled_infonce import MASKED, Direction, InfoNCESetup, Matmul, tiled_infonce
 from hf_dist_ext.errors import UsageError
 
 MAX_INVERSE_TEMPERATURE = 100.0  # CLIP's bound (https://huggingface.co/papers/2103.00020, section 2.5)
@@ -71,7 +70,7 @@ class InfoNCELoss(nn.Module):
         cross_device_exchange: "gather": every rank holds all candidates; three products per pair. "ring": candidates
             go round (ring.py); a rank holds two blocks of the others' at most, four products. "auto": the ring
             where the gathered ones would take more than policy.LOSS_TILE_BYTES. The gradient is the same.
-        bf16_products: factors of matrix products are rounded to bfloat16 (matmul.py), sums stay in float32.
+        bf16_products: factors of matrix products are rounded to bfloat16 (`Matmul`), sums stay in float32.
         normalize: L2-normalise here, which is harmless when the embeddings are normalised already. A vector of zeros
             stays zeros and gets no gradient: it has no direction to turn.
         rows_per_tile: memory is at most 4 buffers of this times the candidates. None: 512 on a CPU (fastest or within

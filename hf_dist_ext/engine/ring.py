@@ -29,12 +29,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_dist_ext.engine.matmul import Matmul
 from hf_dist_ext.engine.ring_scores import Score, Side
 from hf_dist_ext.engine.tiled_infonce import (
     MASKED,
     Block,
     Direction,
+    Matmul,
     compare_keys,
     gradient_of_raw,
     mask_blocks,

@@ -25,10 +25,9 @@ from torch.nn.functional import logsigmoid
 from hf_dist_ext.engine.false_negatives import Keys, keys_of
 from hf_dist_ext.engine.losses import Exchange, LossOutput, check_exchange, checked_columns, ring_of, unit_vectors
 from hf_dist_ext.engine.manual_gradient import sum_of_tiles
-from hf_dist_ext.engine.matmul import Matmul
 from hf_dist_ext.engine.ring import RingPlan, scored_in_ring
 from hf_dist_ext.engine.ring_scores import Sigmoid
-from hf_dist_ext.engine.tiled_infonce import Block, compare_keys
+from hf_dist_ext.engine.tiled_infonce import Block, Matmul, compare_keys
 from hf_dist_ext.errors import UsageError
 
 

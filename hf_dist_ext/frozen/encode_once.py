@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.models.embedder import embedder_of
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -164,20 +164,16 @@ def rates_for_log(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dic
 # ---- the plan is asserted ----
 
 
-@dataclass(eq=False)
 class FreezeWatch(TrainerCallback):
-    """Asserts the plan while training."""
+    """Asserts the plan of a `run`, a DistTrainer, while it trains."""
 
-    plan: Callable[[], FreezePlan]  # of the trainer now
-    model: Callable[[], nn.Module]  # likewise, without its wrappers
-    is_skipped: Callable[[], bool]  # whether the update at hand is left out
-    holds_gradients: bool  # before an update; DeepSpeed has used them by then
-    _report: str = ""
+    def __init__(self, run: Any):
+        self.run, self._report = run, ""
 
     def check_before_optimizer(self, args: Any) -> None:
         """Raises UsageError when what trains is no longer what was planned."""
-        model = self.model()
-        self.plan().check(model, "before the optimizer is made")
+        model = self.run.bare_model
+        self.run.freeze_plan.check(model, "before the optimizer is made")
         self._report = report(model, str(getattr(args.optim, "value", args.optim)))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -186,11 +182,12 @@ class FreezeWatch(TrainerCallback):
             tqdm.write(self._report)  # the progress bar is there already
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.plan().check(self.model(), f"step {state.global_step + 1}")
+        self.run.freeze_plan.check(self.run.bare_model, f"step {state.global_step + 1}")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        if self.is_skipped():
+        if self.run.health.is_update_skipped:
             return  # its gradients are dropped, as in the first steps of fp16: look at the next
-        if self.holds_gradients and not self._has_checked_gradients and not args.ddp_find_unused_parameters:
-            self.plan().check_gradients(self.model())
+        is_due = not (self._has_checked_gradients or args.ddp_find_unused_parameters)
+        if is_due and self.run.strategy.holds_gradients:  # DeepSpeed has used them by now
+            self.run.freeze_plan.check_gradients(self.run.bare_model)
         self._has_checked_gradients = True

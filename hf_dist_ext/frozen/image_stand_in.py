@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hf_dist_ext.frozen.groups import module_groups
+from hf_dist_ext.strategies.base import meanwhile
 
 # What an encoder records and no model goes on from. A gradient through these would make the backward pass modules in
 # another order than rows with images do, and ZeRO-3 compares orders.
@@ -83,12 +84,9 @@ class ImageStandIn:
         return args, {**kwargs, "inputs_embeds": embeds + zero.to(embeds.dtype)}
 
     def _encode_blank(self, device: torch.device) -> Any:
-        self._is_standing_in = True
-        try:
+        with meanwhile(self, _is_standing_in=True):
             self.before()
             return self.model.get_image_features(**self._placed(device))
-        finally:
-            self._is_standing_in = False
 
     @contextmanager
     def generating(self, prompt: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -100,8 +98,5 @@ class ImageStandIn:
             return
         if not any(key in prompt for key in self.blank):
             self._encode_blank(prompt["input_ids"].device)
-        self._is_encoded_before = True
-        try:
+        with meanwhile(self, _is_encoded_before=True):
             yield
-        finally:
-            self._is_encoded_before = False

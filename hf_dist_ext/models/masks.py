@@ -7,26 +7,22 @@ padded. So the host waits for the device in every forward. Whoever cut the chunk
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from transformers import masking_utils
 
+from hf_dist_ext.strategies.base import meanwhile
+
 ASKS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")  # (mask of real tokens or None, ...)
 
 
-@contextmanager
-def padding_is_known(is_full: bool | None) -> Iterator[None]:
+def padding_is_known(is_full: bool | None) -> AbstractContextManager:
     """Around a forward. `is_full`: whether none of its rows is padded; None: transformers looks."""
-    theirs = {name: getattr(masking_utils, name) for name in ASKS} if is_full is not None else {}
-    try:
-        for name, function in theirs.items():
-            setattr(masking_utils, name, functools.partial(_answered, function, is_full))
-        yield
-    finally:
-        for name, function in theirs.items():
-            setattr(masking_utils, name, function)
+    asks = () if is_full is None else ASKS
+    answers = {name: functools.partial(_answered, getattr(masking_utils, name), is_full) for name in asks}
+    return meanwhile(masking_utils, **answers)
 
 
 def _answered(theirs: Callable, is_full: bool, padding_mask: Any, *given: Any, **more: Any) -> bool:

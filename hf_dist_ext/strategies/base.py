@@ -172,9 +172,9 @@ class Strategy:
         unused = [p for p in self.model.parameters() if p.requires_grad and used is not None and id(p) not in used]
         return _WithZeroGradients.apply(loss, *unused) if unused else loss
 
-    def mark(self, loss: torch.Tensor, own_loss: torch.Tensor) -> torch.Tensor:
-        """`loss`, such that all ranks skip the update when `own_loss` is not finite on one."""
-        return loss
+    def marking(self) -> AbstractContextManager:
+        """Around a step of Trainer's: all ranks skip the update when the loss is not finite on one."""
+        return nullcontext()
 
     def sharing_casts(self, is_checkpointed: bool) -> AbstractContextManager:
         """Around a step. Autocast keeps its copy of a trained weight until its outermost context ends: with one around
@@ -351,14 +351,16 @@ def _under(split: str) -> str:
 
 
 @contextmanager
-def meanwhile(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute has another value while inside."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
+def meanwhile(owner: Any, **values: Any) -> Iterator[None]:
+    """Attributes of an object, a class or a module have other values while inside."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
-        setattr(owner, name, before)
+        for name in values:
+            setattr(owner, name, before[name]) if name in before else delattr(owner, name)
 
 
 class _WithZeroGradients(torch.autograd.Function):

@@ -74,7 +74,7 @@ class TensorParallel(Sharded):
         """transformers 5.23 (trainer.py) refuses to save the optimizer of a split model, which it cannot write;
         checkpoints/trainable.py can, by name. Remove when the constructor takes such a model with
         save_only_model=False; tests/distributed/test_upstream.py tells."""
-        return meanwhile(args, "save_only_model", True)
+        return meanwhile(args, save_only_model=True)
 
     def constructed(self, model: nn.Module) -> None:
         """What no mesh holds (a new projection) is the same on every rank, whatever they drew; parts of adapters are
@@ -141,7 +141,7 @@ class TensorParallel(Sharded):
         """transformers would gather the weights again, on all ranks."""
         config = getattr(model, "config", None)
         is_split = getattr(config, "distributed_config", None) is not None
-        return meanwhile(config, "distributed_config", None) if is_split else contextlib.nullcontext()
+        return meanwhile(config, distributed_config=None) if is_split else contextlib.nullcontext()
 
     def read_backbone(self, kind: Any, folder: str | Path, **options: Any) -> Any:
         return kind.from_pretrained(folder, distributed_config=self.config, **options)

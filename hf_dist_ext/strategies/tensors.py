@@ -11,12 +11,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def num_elements(tensor: torch.Tensor) -> int:
     """Of the whole weight, also where ZeRO-3 holds a part of it."""
     return getattr(tensor, "ds_numel", tensor.numel())
+
+
+def loss_parameters(loss: Any) -> list[nn.Parameter]:
+    """Those of a loss that train, such as a temperature."""
+    return [p for p in loss.parameters() if p.requires_grad] if isinstance(loss, nn.Module) else []
 
 
 def own_class(module: Any) -> Any:

@@ -26,7 +26,7 @@ from torch import nn
 
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.strategies import collectives, zero_checkpoint
-from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.base import Strategy, meanwhile
 from hf_dist_ext.strategies.tensors import bare_optimizer, num_elements
 
 
@@ -97,7 +97,7 @@ class ZeRO(Strategy):
 
     def backward(self, loss: torch.Tensor, own_loss: torch.Tensor) -> None:
         """(1), (2): the one that completes the gradients runs the reduction and the optimizer's step."""
-        engine, loss = self.engine, self.mark(self.reaching_all(loss), own_loss)
+        engine, loss = self.engine, self._marked(self.reaching_all(loss), own_loss)
         if self.reduces_once and self._together is None and not self.completes:
             self._together = ExitStack()
             self._together.enter_context(engine.coalesce_grad_reduction())
@@ -112,9 +112,14 @@ class ZeRO(Strategy):
         with self._with_loss_parameters(*([] if self._kept is None else [self._keep()])):
             engine.step()
 
-    def mark(self, loss: torch.Tensor, own_loss: torch.Tensor) -> torch.Tensor:
+    def _marked(self, loss: torch.Tensor, own_loss: torch.Tensor) -> torch.Tensor:
         """(3) `loss`, bit for bit, where `own_loss` is finite; else its gradient is NaN, but in an audit."""
         return loss * (1 + 0 * own_loss) if self._kept is None else loss
+
+    def marking(self) -> AbstractContextManager:
+        backward = self.accelerator.backward
+        marked = lambda loss, **options: backward(self._marked(loss, loss.detach()), **options)  # noqa: E731
+        return meanwhile(self.accelerator, backward=marked)
 
     def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:
         """The last backward has taken the optimizer's step."""
@@ -181,13 +186,8 @@ class ZeRO(Strategy):
 
     # ---- (5) ----
 
-    @contextmanager
-    def keeping_gradients(self) -> Iterator[None]:
-        self._kept = {}
-        try:
-            yield
-        finally:
-            self._kept = None
+    def keeping_gradients(self) -> AbstractContextManager:
+        return meanwhile(self, _kept={})
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         return parameter.grad if self._kept is None else self._kept.get(parameter)
@@ -268,8 +268,7 @@ class ZeRO(Strategy):
         super().check_resumable(folder, content, world_size)
 
 
-@contextmanager
-def _joint_norm(zero: Any, norm: torch.Tensor) -> Iterator[None]:
+def _joint_norm(zero: Any, norm: torch.Tensor) -> AbstractContextManager:
     """Meanwhile the gradient norm that ZeRO clips by, and skips by, includes `norm`.
 
     DeepSpeed 0.19.8 computes it inside `step` and takes no other: stages 1 and 2 in `scaled_global_norm`, stage 3 from
@@ -285,8 +284,4 @@ def _joint_norm(zero: Any, norm: torch.Tensor) -> Iterator[None]:
         whole = torch.as_tensor(of_model(*given, **named)).to(norm)
         return torch.where(whole < 0, whole, torch.hypot(whole, norm))
 
-    setattr(zero, name, joint)
-    try:
-        yield
-    finally:
-        delattr(zero, name)
+    return meanwhile(zero, **{name: joint})

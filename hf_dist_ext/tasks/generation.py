@@ -35,7 +35,7 @@ class GeneratingTrainer(DistTrainer):
             self.image_stand_in = self.make_image_stand_in()
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        with meanwhile(self, "data_collator", self.eval_collator):
+        with meanwhile(self, data_collator=self.eval_collator):
             return super().evaluate(*arguments, **options)
 
     @torch.no_grad()

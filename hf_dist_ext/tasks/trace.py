@@ -39,10 +39,11 @@ from hf_dist_ext.planner.local_files import config_file, processor_file
 from hf_dist_ext.planner.workload import BatchColumn, Cast, Workload
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import plans
+from hf_dist_ext.strategies.base import meanwhile
 from hf_dist_ext.strategies.layers import is_multiplied
 from hf_dist_ext.tasks import trace_4bit
 from hf_dist_ext.tasks import trace_pictures as pictures
-from hf_dist_ext.tasks.trace_record import Accelerator, Recorder, instead, layers_of, plain_name
+from hf_dist_ext.tasks.trace_record import Accelerator, Recorder, layers_of, plain_name
 
 ROWS = 32  # what does not grow with rows, such as tables of positions, is spread over them
 ROWS_OF_PICTURES = 4  # a tower may go over each by itself
@@ -321,7 +322,7 @@ def _recorded(
                     "interp_weights": torch.zeros(patches, 4),
                 }
             if by_values:
-                stack.enter_context(instead(module, partial(module.forward, **by_values)))
+                stack.enter_context(meanwhile(module, forward=partial(module.forward, **by_values)))
         for one in (kernels, recorder, hooks, autocast):
             stack.enter_context(one)
         outputs = _embeddings(model, column, inputs) if work.is_embedding else [model(**inputs).loss]

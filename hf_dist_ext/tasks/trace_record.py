@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hf_dist_ext.frozen.groups import module_groups
 from hf_dist_ext.planner.forward import Forward, Layer
+from hf_dist_ext.strategies.base import meanwhile
 from hf_dist_ext.strategies.layers import repeated_layer_classes
 
 # ---- (1) ----
@@ -111,7 +112,7 @@ class Recorder(TorchDispatchMode):
         for name, module in layers_of(model):
             is_of_images = of_images is not None and bool(of_images.depth(f"{name}.weight"))
             layer = Layer(plain_name(name), 0.0, is_of_images=is_of_images)
-            self._layers.enter_context(instead(module, self._recorded(module, layer)))
+            self._layers.enter_context(meanwhile(module, forward=self._recorded(module, layer)))
         layers = {id(part) for _, module in layers_of(model) for part in module.modules()}
         self._place(one for one in model.modules() if id(one) not in layers)
 
@@ -251,17 +252,6 @@ class Recorder(TorchDispatchMode):
             self._current.saved += storage.nbytes()
             self._current.keeps_input |= key == self._input
         return tensor
-
-
-@contextlib.contextmanager
-def instead(module: nn.Module, forward: Callable) -> Iterator[None]:
-    """Another forward of a module, for a while."""
-    own = module.forward
-    module.forward = forward
-    try:
-        yield
-    finally:
-        module.forward = own
 
 
 def _storage(tensor: torch.Tensor) -> int:

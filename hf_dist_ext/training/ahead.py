@@ -22,11 +22,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from hf_dist_ext.data.collator import CUTS, RESERVED
-from hf_dist_ext.data.mixture import source_of
+from hf_dist_ext.data.mixture import SOURCE
 from hf_dist_ext.engine.budget import widened
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.layout import have_many_chunks, lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training import packing
 
@@ -169,7 +169,7 @@ class AheadCollator:
         if not isinstance(batch, Mapping) or not all(isinstance(value, Mapping) for value in batch.values()):
             return batch  # which the step refuses, in words
         names = _columns(batch)
-        source = source_of(batch)
+        source = (batch.get("ids") or {}).get(SOURCE)
         read = self.num_columns.get(source or "", self.num_columns.get(""))
         try:
             cuts = self.cutter.cut({name: batch[name] for name in names[:read]}, self.request.get())

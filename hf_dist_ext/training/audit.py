@@ -33,11 +33,12 @@ from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.base import meanwhile
 from hf_dist_ext.strategies.tensors import held_here, is_split, is_whole_at_times, num_parts, put, split_as
 from hf_dist_ext.training import audit_rows
 from hf_dist_ext.training.audit_rows import digest_of
 from hf_dist_ext.training.plain_step import PlainStep, on, trained
-from hf_dist_ext.training.repeated_update import RepeatedUpdate, meanwhile
+from hf_dist_ext.training.repeated_update import RepeatedUpdate
 from hf_dist_ext.training.replay_causes import few
 
 # Relative to the largest: what rounding explains at least, of a gradient and of a loss.

@@ -142,5 +142,5 @@ def fused_kernels(has_loss: bool) -> Iterator[None]:
         for one in inner or [model]:
             theirs(one, {**(config or {}), "cross_entropy": False, "fused_linear_cross_entropy": False})
 
-    with meanwhile(trainer, "apply_liger_kernel", apply if has_loss else theirs):
+    with meanwhile(trainer, apply_liger_kernel=apply if has_loss else theirs):
         yield

@@ -33,6 +33,7 @@ from hf_dist_ext.failures import Watchdog, activity, end_with_launcher, set_coll
 from hf_dist_ext.run import lease
 from hf_dist_ext.run.preemption import StopSignals, write_mark
 from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.base import meanwhile
 from hf_dist_ext.training.nonfinite import LIMIT, NonFiniteGuard, bad_ranks, check_weights, describe_rows
 from hf_dist_ext.training.out_of_memory import FittingSizes
 from hf_dist_ext.training.running import Running
@@ -74,7 +75,7 @@ class Health(TrainerCallback):
         self._answers: Callable[[], torch.Tensor] | None = None  # of all ranks, while they are gathered
         self._stop_at_step: int | None = None
         self._put_off: set[str] = set()
-        self.evaluation_is_due = self.makes_up = False  # a signal has interrupted it; it runs after all
+        self.evaluation_is_due = self.makes_up = False  # a signal has interrupted it; it runs after the resume
         self.evaluation_follows = False  # after what the step saves: that of its epoch
         self._num_evaluation_batches = 0
         if run.has_own_arguments:
@@ -107,8 +108,7 @@ class Health(TrainerCallback):
                 entered.enter_context(lease.held(self.args.output_dir))
             if self.stop is not None:
                 entered.enter_context(self.stop)
-                self.stop.finishes_steps = True
-                entered.callback(setattr, self.stop, "finishes_steps", False)
+                entered.enter_context(meanwhile(self.stop, finishes_steps=True))
             if self.run.options.step_timeout is not None:
                 entered.enter_context(Watchdog(self._time_limit, collectives.store_of_group()))
             activity.leave_step("preparing to train")
@@ -246,16 +246,6 @@ class Health(TrainerCallback):
             logger.warning("asked to stop: the evaluation is left.")
             self._stop_at_step, self.was_preempted, self.evaluation_is_due = state.global_step, True, True
             raise LeaveEvaluation
-
-    @contextlib.contextmanager
-    def making_up(self) -> Iterator[None]:
-        """Around the evaluation that a signal has interrupted, after the resume."""
-        self.makes_up = True
-        try:
-            yield
-            self.evaluation_is_due = False
-        finally:
-            self.makes_up = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """After a step whose update was skipped evaluation, checkpoint and stop wait for the next one that is not. A

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.utils import logging
 
-from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.tensors import bare_optimizer
@@ -84,15 +83,13 @@ def warn_of_warmup(args: Any, steps: int) -> None:
         )
 
 
-def keep_effective_batch(args: Any, checkpoint: str | None, now_parallel: int, why_fixed: str) -> None:
+def keep_effective_batch(args: Any, content: Mapping[str, Any], now_parallel: int, why_fixed: str) -> None:
     """Change `gradient_accumulation_steps` so that a step learns from as many rows as in the run that is resumed.
 
-    now_parallel: ranks with rows of their own; why_fixed: why accumulation can not change any more, empty when it can.
+    content: the manifest of that run's checkpoint, empty without one; now_parallel: ranks with rows of their own;
+    why_fixed: why accumulation can not change any more, empty when it can.
     """
-    content = manifest.read(Path(checkpoint)) if checkpoint else None
-    if not content:
-        return
-    parallel = content.get("data_parallel_size", content.get("world_size"))
+    parallel = content.get("data_parallel_size", now_parallel)
     if parallel == now_parallel:
         return
     before = content["per_device_train_batch_size"] * content["gradient_accumulation_steps"] * parallel

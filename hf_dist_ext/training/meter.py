@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import (
     BACKWARD,
     ENCODE,
@@ -71,26 +70,19 @@ class StepMeter:
         self._metrics: dict[str, torch.Tensor] = {}
         self._given: Counter[str] = Counter()  # steps that gave a metric
 
-    def add(
-        self,
-        step: CachedStep,
-        chunked: ChunkedBatch,
-        counts: dict[str, list[int]],
-        num_kept: int,
-        source: str | None = None,
-    ) -> None:
-        """`num_kept`: graphs that were kept at most. `source`: the name of the batch's, where there are several
+    def add(self, step: CachedStep, layout: Any, source: str | None = None) -> None:
+        """`layout`: of the batch (training/sizes.py). `source`: the name of the batch's, where there are several
         (data/mixture.py); its loss is a metric then."""
-        own_rows = sum(of_ranks[self.run.strategy.rows.index] for of_ranks in counts.values())
-        real, computed = chunked.count_tokens()
+        own_rows = sum(of_ranks[self.run.strategy.rows.index] for of_ranks in layout.counts.values())
+        real, computed = layout.chunked.count_tokens()
         self.last_tokens = real if own_rows else 0, computed  # a stand-in for rows is computed, and nobody's
         self._real += self.last_tokens[0]
         self._computed += self.last_tokens[1]
         self._steps += 1
         self._chunks += step.num_chunks
-        self._kept += min(num_kept, step.num_chunks)
+        self._kept += min(layout.num_kept, step.num_chunks)
         self._rows += own_rows
-        self._contrastive_batch = max(self._contrastive_batch, sum(next(iter(counts.values()))))
+        self._contrastive_batch = max(self._contrastive_batch, sum(next(iter(layout.counts.values()))))
         self.largest_batch = max(self.largest_batch, self._contrastive_batch)
         self._steps_by_chunks[step.num_chunks] += 1
         of_source = {} if source is None else {f"loss_{source}": step.loss}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from hf_dist_ext.engine.replay import RandomState
 from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.base import meanwhile
 from hf_dist_ext.training.meter import StepMeter
 from hf_dist_ext.training.plain_step import trained
 
@@ -161,16 +162,3 @@ class RepeatedUpdate(TrainerCallback):
 
     def _note_refusal(self, *given: Any) -> None:
         self.refused = given
-
-
-@contextmanager
-def meanwhile(owner: Any, **values: Any) -> Iterator[None]:
-    """Attributes of one object have other values while inside."""
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    vars(owner).update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            vars(owner).pop(name)
-        vars(owner).update(before)

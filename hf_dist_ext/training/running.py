@@ -31,6 +31,7 @@ class Running(Protocol):
     state: Any
     step: Any
     clock: Any
+    meter: Any
     stage: str | None
 
     @property

@@ -29,10 +29,10 @@ from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.combined_losses import LossPerSource, SumOfLosses
 from hf_dist_ext.engine.gradient_cache import encode_without_graph
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import LossOutput
 from hf_dist_ext.engine.manual_gradient import with_gradients
 from hf_dist_ext.engine.outputs import Output, tensors_of
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.evaluation.token_vectors import VECTORS
 from hf_dist_ext.run.losses import (

@@ -201,7 +201,7 @@ def add_card(trainer: Any, given: Mapping[str, Any]) -> bool:
     trainer.add_callback(callback)
     drawn = random.getstate()  # examples are drawn; training draws the same with and without a card
     has_no_bar = trainer.args.disable_tqdm or not sys.stderr.isatty()
-    with meanwhile(model_card, "tqdm", _without_bar) if has_no_bar else nullcontext():
+    with meanwhile(model_card, tqdm=_without_bar) if has_no_bar else nullcontext():
         try:
             callback.on_init_end(args, trainer.state, trainer.control, model=model, trainer=seen)
         except Exception as error:  # anything: rows that cannot be read are met here, before training skips them
@@ -273,5 +273,5 @@ def write_card(model: Any, folder: Path, strategy: Strategy) -> None:
         return
     is_whole = not (strategy.forwards_are_collective or strategy.split)
     data = type(model.model_card_data)
-    with nullcontext() if is_whole else meanwhile(data, "run_usage_snippet", lambda self: None):
+    with nullcontext() if is_whole else meanwhile(data, run_usage_snippet=lambda self: None):
         model._create_model_card(str(folder))  # private, and what their `save_pretrained` calls (6.2)

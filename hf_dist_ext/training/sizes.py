@@ -27,9 +27,9 @@ from hf_dist_ext.engine.budget import ChunkBudget, longest_row
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.combined_losses import num_columns_of
 from hf_dist_ext.engine.gradient_cache import REPLAY, Phase
-from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.outputs import Output, RowSize, tensors_of
 from hf_dist_ext.engine.replay import RandomState
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token, has_frozen_backbone
 from hf_dist_ext.models.embedder import Embedder

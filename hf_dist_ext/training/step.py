@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_dist_ext.checkpoints.loss_state import loss_parameters
 from hf_dist_ext.data.collator import CONSTANTS, CUTS, RESERVED
-from hf_dist_ext.data.mixture import SOURCE, source_of
+from hf_dist_ext.data.mixture import SOURCE
 from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.combined_losses import loss_of
@@ -41,12 +40,14 @@ from hf_dist_ext.engine.losses import as_output
 from hf_dist_ext.engine.outputs import Output, each, row_size
 from hf_dist_ext.engine.replay import RandomState, ReplayError, rounding
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.evaluation.encoder import in_eval_mode
 from hf_dist_ext.evaluation.token_vectors import Compared, compared
 from hf_dist_ext.frozen.encode_once import batch_of_pooled
 from hf_dist_ext.models.embedder import check_embeddings
 from hf_dist_ext.models.masks import padding_is_known
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.rows import EarlyGather, GatheredColumns, row_weight
+from hf_dist_ext.strategies.tensors import loss_parameters
 from hf_dist_ext.training import compiling
 from hf_dist_ext.training.ahead import Cuts
 from hf_dist_ext.training.out_of_memory import empty_cache, is_lack_of_memory
@@ -107,7 +108,7 @@ class EmbeddingStep:
 
     def train(
         self, model: nn.Module, inputs: Any, earlier: Sequence[Any], accumulated: int, is_last: bool
-    ) -> tuple[CachedStep, Layout]:
+    ) -> CachedStep:
         """One batch: gradients are added up, and complete on all ranks after the last batch of an update.
 
         Args:
@@ -129,7 +130,8 @@ class EmbeddingStep:
             for parameter in own:  # of a loss of other sources: on every number of processes its gradient is zero
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             strategy.finish_update(own)
-        return step, self.layout
+        self.run.meter.add(step, self.layout, facts.source)
+        return step
 
     def _healed(self, model: nn.Module, batch: Batch, facts: RowFacts, earlier: Sequence[Any]) -> CachedStep:
         """Where memory runs out and the step can be run again, the update so far is dropped, and its batches are run
@@ -287,7 +289,8 @@ class EmbeddingStep:
         layout = self.sizes.cut(batch, is_first=False, ahead=facts.cuts)
         facts = self._completed(facts, layout)
         embeddings = self._encoded(model, layout)
-        with compiling.scores_in_float32(self.args), _evaluating(self.run.loss):
+        is_module = isinstance(self.run.loss, nn.Module)
+        with compiling.scores_in_float32(self.args), in_eval_mode(self.run.loss) if is_module else nullcontext():
             loss, _ = self._score(embeddings, facts._replace(ids=self._ids_of_all(facts, layout)), layout)
         return EvaluatedBatch(
             loss, {name: compared(rows, self._loss_of(facts)) for name, rows in embeddings.items()}, facts
@@ -419,19 +422,6 @@ class EmbeddingStep:
         return loss * weight, {name: value * weight for name, value in metrics.items()}
 
 
-@contextmanager
-def _evaluating(loss: Any) -> Iterator[None]:
-    """The loss's modules in eval mode, and then as they were."""
-    trained = [module for module in loss.modules() if module.training] if isinstance(loss, nn.Module) else []
-    try:
-        for module in trained:
-            module.eval()
-        yield
-    finally:
-        for module in trained:
-            module.training = True
-
-
 def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.Tensor]], RowFacts]:
     """The batch's columns, and the reserved `ids` and `targets`."""
     if not isinstance(inputs, Mapping) or not all(isinstance(value, Mapping) for value in inputs.values()):
@@ -445,9 +435,10 @@ def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.Tenso
     if not columns:
         raise UsageError(f"a batch needs a column of features, got only {list(inputs)}.")
     ids = inputs.get("ids")
+    source = (ids or {}).get(SOURCE)
     ids = ids if ids is None else {name: values for name, values in ids.items() if name not in NOT_OF_LOSS}
     cuts, constants = inputs.get(CUTS, {}).get("all"), inputs.get(CONSTANTS) or {}
-    return columns, RowFacts(ids, inputs.get("targets") or {}, source_of(inputs), cuts, constants)
+    return columns, RowFacts(ids, inputs.get("targets") or {}, source, cuts, constants)
 
 
 def _shape_of(inputs: Any) -> str:

@@ -26,11 +26,10 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from transformers.utils import PushInProgress, logging
 
 from hf_dist_ext.checkpoints import facts as run_facts
-from hf_dist_ext.checkpoints import hub, loss_state, manifest, resume
+from hf_dist_ext.checkpoints import hub, loss_state, resume
 from hf_dist_ext.checkpoints.keeper import Keeper
 from hf_dist_ext.checkpoints.model_files import ModelFiles
 from hf_dist_ext.data import tokenized
-from hf_dist_ext.data.mixture import source_of
 from hf_dist_ext.data.order import sampler_of
 from hf_dist_ext.data.position import DataPosition
 from hf_dist_ext.data.sentence_collator import SentenceCollator
@@ -49,7 +48,7 @@ from hf_dist_ext.run import lease
 from hf_dist_ext.run.preemption import remove_mark
 from hf_dist_ext.strategies import choose, collectives
 from hf_dist_ext.strategies.base import Strategy, meanwhile
-from hf_dist_ext.strategies.tensors import bare_optimizer
+from hf_dist_ext.strategies.tensors import bare_optimizer, loss_parameters
 from hf_dist_ext.training import (
     ahead,
     audit,
@@ -168,15 +167,7 @@ class DistTrainer(Trainer):
 
     def _make_parts(self) -> None:
         args, loss = self.args, self.loss
-        self.data_position = DataPosition(
-            args,
-            lambda: self.train_dataset,
-            self.rows_of_micro_batch,
-            self.accelerator.dataloader_config,
-            splits_last_batch=loss is not None,
-            exchange=collectives.exchange,
-            read_manifest=manifest.read,
-        )
+        self.data_position = DataPosition(self, collectives.exchange)
         self.keeper = Keeper(args, loss, lease.check)
         fitting = FittingSizes(args, loss) if loss is not None and args.uses_gradient_cache else None
         self.health = Health(self, loss is not None or self.freeze_plan is not None, fitting)
@@ -199,14 +190,7 @@ class DistTrainer(Trainer):
         """What is decided for one model, and begins anew where `model_init` has made another."""
         if self.model_init is not None and isinstance(self.data_collator, SentenceCollator):
             self.data_collator = self.data_collator.of_model(self.bare_model)
-        self.files = ModelFiles(
-            self.args,
-            lambda: self.model,
-            lambda: self.bare_model,
-            lambda: self.strategy,
-            processor=lambda: self.processing_class or getattr(self.data_collator, "tokenizer", None),
-            saved=lambda: None if self.freeze_plan is None else self.freeze_plan.saved,
-        )
+        self.files = ModelFiles(self)
         self.feature_cache, self.meter = None, StepMeter(self)
         self.image_stand_in = self.make_image_stand_in() if self.is_ours else None
         if self.loss is not None:
@@ -231,12 +215,7 @@ class DistTrainer(Trainer):
         if self.has_own_arguments and self.health.is_called_back:
             self.add_callback(self.health)
         if self.freeze_plan is not None:
-            self.freeze_watch = freeze.FreezeWatch(
-                lambda: cast(freeze.FreezePlan, self.freeze_plan),
-                lambda: self.bare_model,
-                is_skipped=lambda: self.health.is_update_skipped,
-                holds_gradients=self.strategy.holds_gradients,
-            )
+            self.freeze_watch = freeze.FreezeWatch(self)
             self.add_callback(self.freeze_watch)
         if self.has_own_arguments:
             self.keeper.at_begin.append(partial(remove_mark, str(self.args.output_dir)))
@@ -395,19 +374,17 @@ class DistTrainer(Trainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def loss_parameters(self) -> list[nn.Parameter]:
-        return loss_state.loss_parameters(self.loss)
+        return loss_parameters(self.loss)
 
     def get_train_dataloader(self):
         self._begin_training()
-        position, dataset, collate = self.data_position, self.train_dataset, self.data_collator
+        position, dataset = self.data_position, self.train_dataset
         if self.loss is not None:
             checks.check_rows(dataset, self.args.no_duplicates_in_batch, *self.rows_of_micro_batch())
-        self._fill_feature_cache()
-        try:
+        with meanwhile(self, train_dataset=dataset, data_collator=self.data_collator):
+            self._fill_feature_cache()
             self._prepare_texts()
             loader = self._loader_in_one_order() if position.reads_in_one_order else self._loader_of_rest()
-        finally:
-            self.train_dataset, self.data_collator = dataset, collate
         if self.has_own_arguments and isinstance(loader, DataLoader):
             self.health.bad_rows.watch(loader, dataset)
         if self.step is not None and isinstance(loader, DataLoader):
@@ -500,8 +477,9 @@ class DistTrainer(Trainer):
         """The checkpoint that this start goes on from, and what follows from it for the batch."""
         strategy = self.strategy
         checkpoint = self.keeper.choose(asked, strategy, getattr(self.accelerator, "scaler", None) is not None)
-        learning_rate.keep_effective_batch(self.args, checkpoint, strategy.rows.size, strategy.fixed_accumulation)
-        self.health.evaluation_is_due = self.args.eval_strategy != "no" and self.keeper.evaluation_is_due
+        resumed = self.keeper.resumed
+        learning_rate.keep_effective_batch(self.args, resumed, strategy.rows.size, strategy.fixed_accumulation)
+        self.health.evaluation_is_due = self.args.eval_strategy != "no" and resumed.get("evaluation_due", False)
         return checkpoint
 
     def _fit_checkpoint(self) -> None:
@@ -550,7 +528,8 @@ class DistTrainer(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.has_own_arguments:
-            if resume.draws_anew(self.args, self.state.global_step, checkpoint, self.strategy):
+            given = self.args, self.state.global_step, checkpoint, self.keeper.resumed, self.strategy
+            if resume.draws_anew(*given):
                 return
         super()._load_rng_state(checkpoint)
 
@@ -585,8 +564,9 @@ class DistTrainer(Trainer):
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
 
     def _make_up_evaluation(self, trial: Any, ignored: Any, checkpoint: str) -> None:
-        with self.health.making_up():
+        with meanwhile(self.health, makes_up=True):
             figures = self._evaluate(trial, ignored)
+        self.health.evaluation_is_due = False
         self._determine_best_metric(metrics=figures, trial=trial)
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = checkpoint
@@ -613,8 +593,7 @@ class DistTrainer(Trainer):
         else:
             self._prepare_embedding_step(model)
             accumulated, is_last = self.current_gradient_accumulation_steps, self.accelerator.sync_gradients
-            step, layout = self.step.train(model, inputs, self.health.inputs, accumulated, is_last)
-            self.meter.add(step, layout.chunked, layout.counts, layout.num_kept, source_of(inputs))
+            step = self.step.train(model, inputs, self.health.inputs, accumulated, is_last)
             loss, replay = step.loss / accumulated, (step.replay_error, self.step.rounding)
         return self.health.after_backward(loss, inputs, self.accelerator.sync_gradients, *replay)
 
@@ -627,7 +606,8 @@ class DistTrainer(Trainer):
             return self.own_loss.train(inputs, num_items_in_batch, self.accelerator.sync_gradients)
         accumulated = 1 if self.loss_is_scaled_for_ga is False else self.current_gradient_accumulation_steps
         items = self._items.watched(num_items_in_batch, self.model, accumulated)
-        loss = super().training_step(model, inputs, items)
+        with self.strategy.marking() if self.health.guard is not None else nullcontext():
+            loss = super().training_step(model, inputs, items)
         if items is not num_items_in_batch:
             self._items.warn_if_unused(self.accelerator.unwrap_model(self.model), accumulated)
         return loss
@@ -645,14 +625,6 @@ class DistTrainer(Trainer):
         if self.strategy.model is not model:
             mode, own = self.args.gradient_cache_fsdp, self.loss_parameters()
             self.strategy.start(model, mode, own, self.optimizer, has_towers=self.step.sizes.takes_column)
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        outcome: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self.health.guard is None or return_outputs or not torch.is_grad_enabled():
-            return outcome
-        return self.strategy.mark(outcome, outcome.detach())
 
     def _clip_grad_norm(self, model: nn.Module):
         own = [] if self.loss is None else self.loss_parameters()
@@ -681,8 +653,7 @@ class DistTrainer(Trainer):
         if not self.health.may_save(model):
             return None
         if not self.has_own_arguments:
-            with loss_state.without_secrets(self.args):
-                return super()._save_checkpoint(model, trial)
+            return super()._save_checkpoint(model, trial)
         self.keeper.save(
             Path(self._get_output_dir(trial=trial)),
             self.state,
@@ -737,13 +708,13 @@ class DistTrainer(Trainer):
         return Path(given or str(self.args.output_dir))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        folder, as_trainer = self._folder(output_dir), partial(super().save_model, _internal_call=True)
-        if _internal_call:
-            is_saved = self.files.save_for_resume(folder, self._save, self.keeper.writer)
-        else:
-            is_saved = self.files.save_at_end(folder, self._save, as_trainer, self._facts)
-        if not is_saved:
-            as_trainer(str(folder))
+        folder = self._folder(output_dir)
+        as_trainer = partial(super().save_model, str(folder), _internal_call=True)
+        with loss_state.without_secrets(self.args):
+            if _internal_call:
+                self.files.save_for_resume(folder, as_trainer, self.keeper.writer)
+            else:
+                self.files.save_at_end(folder, as_trainer, self._facts)
         if self.has_their_card and not _internal_call and self.args.should_save:
             sentence_trainer.write_card(self.bare_model, folder, self.strategy)
         if self.args.push_to_hub and not _internal_call:
@@ -761,7 +732,7 @@ class DistTrainer(Trainer):
     def push_to_hub(self, commit_message: str | None = "End of training", *arguments: Any, **options: Any):
         if not self.is_ours:
             return super().push_to_hub(commit_message, *arguments, **options)
-        with meanwhile(self.args, "push_to_hub", False):
+        with meanwhile(self.args, push_to_hub=False):
             self.save_model()
         return self._push_saved(commit_message, *arguments, **options)
 
@@ -793,11 +764,6 @@ class DistTrainer(Trainer):
             blocking=blocking,
         )
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        folder = self._folder(output_dir)
-        with loss_state.without_secrets(self.args):
-            self.files.save_weights(folder, state_dict, super()._save, self.keeper.writer)
-
     def _write_states(self, folder: Path) -> None:
         """Of optimizer, schedule, strategy and data."""
         output_dir, saves, writer = str(folder), self.args.should_save, self.keeper.writer
@@ -828,7 +794,7 @@ class DistTrainer(Trainer):
         # Loading takes time that a signal may not leave; the resumed run will.
         loads_best = self.args.load_best_model_at_end and not self.was_preempted
         ending = self.keeper.ending(self.state, loads_best) if self.has_own_arguments else nullcontext()
-        with ending, meanwhile(self.args, "load_best_model_at_end", False):
+        with ending, meanwhile(self.args, load_best_model_at_end=False):
             if loads_best and self.state.best_model_checkpoint is not None:
                 self._load_best()
             output = super()._finalize_training(*arguments, **options)
@@ -858,11 +824,8 @@ class DistTrainer(Trainer):
         # for that of the next one. Loaders of its own are kept.
         if eval_dataset is None or isinstance(eval_dataset, str) or eval_dataset is self.eval_dataset:
             return super().get_eval_dataloader(cast(Any, eval_dataset))
-        kept, self._eval_dataloaders = self._eval_dataloaders, {}
-        try:
+        with meanwhile(self, _eval_dataloaders={}):
             return super().get_eval_dataloader(eval_dataset)
-        finally:
-            self._eval_dataloaders = kept
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> EvalLoopOutput:
         output = super().evaluation_loop(*arguments, **options)

@@ -12,8 +12,8 @@ from hf_dist_ext.data.collator import CONSTANTS, content_id
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.late_interaction import LateInteractionLoss
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.tasks.embedding import _collator as collator_of
 from tests.tiny_models import embedding_model

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from hf_dist_ext.data import stream_readers
 from hf_dist_ext.data.collator import content_id
-from hf_dist_ext.data.mixture import MixedStream, Mixture, source_of
+from hf_dist_ext.data.mixture import SOURCE, MixedStream, Mixture
 from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
@@ -53,7 +53,7 @@ def train(say, folder: Path, name: str, processes: int, is_stream: bool, resume:
     class Noting(DistTrainer):
         def training_step(self, model, inputs, *more):
             rows = [] if isinstance(inputs, StandIn) else [ids[one] for one in inputs["ids"]["query"].tolist()]
-            seen.append([source_of(inputs), rows, list(inputs)])
+            seen.append([inputs["ids"][SOURCE], rows, list(inputs)])
             return super().training_step(model, inputs, *more)
 
     length = {"max_steps": 16} if is_stream else {"num_train_epochs": 2}

@@ -17,8 +17,8 @@ from hf_dist_ext.engine.budget import ChunkBudget, Measured, longest_row, widene
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import REPLAY, SCORE, Phase, cached_step, encode_without_graph
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.peak import peak_bytes
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.training.arguments import DistTrainingArguments

@@ -8,8 +8,7 @@ import torch
 
 from hf_dist_ext.engine import tables
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
-from hf_dist_ext.engine.tables import Table
+from hf_dist_ext.engine.tables import ChunkLimits, Table
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training.out_of_memory import costliest_chunks
 

@@ -9,9 +9,9 @@ from torch import nn
 from hf_dist_ext.engine.combined_losses import LossPerSource, SumOfLosses, loss_of
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 from tests.engine.test_losses import assert_close

@@ -6,7 +6,7 @@ import torch
 
 from hf_dist_ext.data.tokens import Tokens, without_rows
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.training.nonfinite import describe_rows
 
 FILL = {"input_ids": 7, "token_type_ids": 3}

@@ -11,7 +11,7 @@ from torch import nn
 from hf_dist_ext.engine.budget import widened
 from hf_dist_ext.engine.gradient_cache import SCORE, Phase, cached_step
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.engine.tables import ChunkLimits
 
 WIDTH = 16
 

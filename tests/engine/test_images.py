@@ -21,7 +21,7 @@ from torch import nn
 from hf_dist_ext.engine import columns
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
 
 IMAGE, VIDEO = 5, 6

@@ -7,7 +7,7 @@ import torch
 import torch.distributed.utils as distributed_utils
 
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.engine.tables import ChunkLimits
 
 WIDTHS = {"query": 9, "positive": 40, "negative": 25}
 

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_dist_ext import policy
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.engine.matmul import Matmul
 from hf_dist_ext.engine.ring import Ring
 from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
+from hf_dist_ext.engine.tiled_infonce import Matmul
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import ring as moves
 from tests.engine.test_losses import LiveBytes, assert_close, make_columns, make_ids

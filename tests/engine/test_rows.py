@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.engine.tables import ChunkLimits
 
 WIDTHS = {"query": 9, "positive": 40, "negative": 25}
 FILL = 77

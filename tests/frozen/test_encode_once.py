@@ -9,8 +9,8 @@ from torch import nn
 from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.training.arguments import DistTrainingArguments

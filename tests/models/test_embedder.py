@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_dist_ext.data.sentence_collator import SentenceCollator
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedder import embedder_of
 from tests.sentence_models import bert, picture_model, routed_model, static_model, text_model

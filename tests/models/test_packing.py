@@ -13,9 +13,9 @@ from hf_dist_ext import policy
 from hf_dist_ext.engine.budget import widened
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.packing import RowBounds
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.models import packing
 from hf_dist_ext.models.embedder import embedder_of
 from tests.tiny_models import SMALL, SPECIAL_IDS, embed, embedding_model

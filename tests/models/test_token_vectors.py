@@ -6,7 +6,7 @@ import torch
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.late_interaction import LateInteractionLoss
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedder import real_in_front
 from tests.tiny_models import WORDS, embed, embedding_model, model_config, tiny_tokenizer

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig
 
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.peak import peak_bytes
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner import choose
 from hf_dist_ext.planner import traced as tracing

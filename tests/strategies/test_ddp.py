@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import DistributedDataParallelKwargs
 from transformers import set_seed
 
-from hf_dist_ext.checkpoints import manifest, resume
+from hf_dist_ext.checkpoints import resume
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives, ddp, sparse
 from hf_dist_ext.strategies.base import Strategy
@@ -119,10 +119,9 @@ def test_accumulation_keeps_the_effective_batch(monkeypatch, before, now, kept, 
     """before, now: processes, and steps that were accumulated; 8 rows per device."""
     said = []
     monkeypatch.setattr(learning_rate.logger, "warning", said.append)
-    content = {"world_size": before[0], "per_device_train_batch_size": 8, "gradient_accumulation_steps": before[1]}
-    monkeypatch.setattr(manifest, "read", lambda folder: content)
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": before[1]}
     args = SimpleNamespace(world_size=now[0], train_batch_size=8, gradient_accumulation_steps=now[1])
-    learning_rate.keep_effective_batch(args, "checkpoint-3", args.world_size, why_fixed="")
+    learning_rate.keep_effective_batch(args, {"data_parallel_size": before[0], **sizes}, now[0], why_fixed="")
     assert args.gradient_accumulation_steps == kept
     assert words in said[0] if words else not said
 
@@ -150,7 +149,7 @@ def test_ranks_with_the_same_rows_draw_alike_unless_they_have_other_layers(
         strategy.rows = Rows(shared_by=2)
         set_seed(args.seed)
         if is_resumed:
-            assert resume.draws_anew(args, 7, str(tmp_path), strategy)
+            assert resume.draws_anew(args, 7, str(tmp_path), {}, strategy)
         else:
             strategy.seed(args.seed, args.device)
         drawn.append(torch.rand(()).item())

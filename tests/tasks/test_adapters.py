@@ -215,14 +215,13 @@ def test_a_base_stays_in_the_precision_of_its_files_and_adapters_are_float32(run
     assert all(torch.equal(value, whole[name]) for name, value in adapters(out).items())
 
 
-def test_what_counts_of_a_base_is_what_an_engine_makes_of_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(manifest, "read", lambda folder: {"dtype": "bfloat16"})
-    model = SimpleNamespace(peft_config={"default": None})
-    resume.check_base(tmp_path, model, "bfloat16", None)
-    resume.check_base(tmp_path, model, "float32", "bfloat16")
+def test_what_counts_of_a_base_is_what_an_engine_makes_of_it(tmp_path):
+    given = tmp_path, {"dtype": "bfloat16"}, SimpleNamespace(peft_config={"default": None})
+    resume.check_base(*given, "bfloat16", None)
+    resume.check_base(*given, "float32", "bfloat16")
     for cast_to in (None, "float16"):
         with pytest.raises(UsageError, match='Set "dtype": "bfloat16", or resume_weights_only to start anew'):
-            resume.check_base(tmp_path, model, "float32", cast_to)
+            resume.check_base(*given, "float32", cast_to)
 
 
 @pytest.mark.parametrize("preset", ["multi_gpu_fsdp", pytest.param("multi_gpu_ddp", marks=pytest.mark.slow)])

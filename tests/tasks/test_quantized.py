@@ -8,9 +8,9 @@ import torch
 
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.peak import peak_bytes
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Case, Settings, held, model_of
 from hf_dist_ext.run.read import load_run

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_dist_ext.data.collator import CONSTANTS, CUTS
-from hf_dist_ext.data.mixture import source_of
+from hf_dist_ext.data.mixture import SOURCE
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.devices import hardware_of
@@ -61,8 +61,8 @@ def test_each_dataset_brings_its_columns_prompts_and_evaluation(main, run_file, 
     def noting(self, model, inputs, *more):
         texts = self.processing_class.batch_decode(inputs["query"]["input_ids"], skip_special_tokens=True)
         columns = [name for name in inputs if name not in (CUTS, CONSTANTS)]
-        seen.setdefault(source_of(inputs), []).append((columns, {text.split()[0] for text in texts}))
-        assert ("group" in inputs["ids"]) == (source_of(inputs) == "code")
+        seen.setdefault(inputs["ids"][SOURCE], []).append((columns, {text.split()[0] for text in texts}))
+        assert ("group" in inputs["ids"]) == (inputs["ids"][SOURCE] == "code")
         return step(self, model, inputs, *more)
 
     monkeypatch.setattr(DistTrainer, "training_step", noting)
@@ -162,7 +162,7 @@ def test_labels_and_corpora_are_read_with_several_datasets(main, run_file, tmp_p
     labels, step = {}, DistTrainer.training_step
 
     def noting(self, model, inputs, *more):
-        labels.setdefault(source_of(inputs), []).extend(inputs["targets"]["label"].tolist())
+        labels.setdefault(inputs["ids"][SOURCE], []).extend(inputs["targets"]["label"].tolist())
         return step(self, model, inputs, *more)
 
     monkeypatch.setattr(DistTrainer, "training_step", noting)

@@ -9,7 +9,7 @@ import torch
 from hf_dist_ext.data.mixture import SOURCE
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training import ahead
 from hf_dist_ext.training.ahead import AheadCollator, CutRequest, Cutter, SharedCutRequest

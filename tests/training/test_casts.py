@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.strategies.base import Strategy
 from tests.training.test_trainer import Tiny, trainer
 

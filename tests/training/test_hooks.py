@@ -29,12 +29,10 @@ HOOKS = {  # of Trainer -> its parameters
     "_load_rng_state": "checkpoint",
     "_prepare_for_training": "max_steps train_dataloader resume_from_checkpoint",
     "_run_epoch": EPOCH,
-    "_save": "output_dir state_dict",
     "_save_checkpoint": "model trial",
     "_sync_replicated_trainable_parameters": "model",
     "_track_num_input_tokens": "inputs",
     "call_model_init": "trial",
-    "compute_loss": "model inputs return_outputs num_items_in_batch",
     "create_accelerator_and_postprocess": "",
     "create_optimizer": "model",
     "create_scheduler": "num_training_steps optimizer",
@@ -63,10 +61,12 @@ CALLED = {  # by DistTrainer, and not overridden
     "_load_best_model": "",
     "_prepare_input": "data",
     "_prepare_inputs": "inputs",
+    "_save": "output_dir state_dict",
     "_save_optimizer_and_scheduler": "output_dir",
     "_save_rng_state": "output_dir",
     "_save_scaler": "output_dir",
     "_wrap_model": "model training dataloader",
+    "compute_loss": "model inputs return_outputs num_items_in_batch",
 }
 
 

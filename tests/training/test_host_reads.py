@@ -26,12 +26,11 @@ from hf_dist_ext.engine import replay
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.packing import PackedRows
 from hf_dist_ext.engine.replay import ReplayError
 from hf_dist_ext.engine.rows import order_of_chunks
-from hf_dist_ext.engine.tables import Table
+from hf_dist_ext.engine.tables import ChunkLimits, Table
 from hf_dist_ext.failures import set_collective_timeout
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.training.arguments import DistTrainingArguments

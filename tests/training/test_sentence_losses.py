@@ -25,8 +25,8 @@ from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.combined_losses import LossPerSource, SumOfLosses
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run import losses as by_name
 from hf_dist_ext.run.config import RunConfig

@@ -129,7 +129,7 @@ def test_datasets_by_name_and_the_repository_are_on_the_card(tmp_path, model):
 
 def test_a_folder_is_saved_without_being_given_weights(tmp_path, model):
     made = trainer(tmp_path, model)
-    made._save(str(tmp_path / "saved"))
+    made.save_model(str(tmp_path / "saved"))
     with torch.no_grad():
         expected = {name: weight.clone() for name, weight in model.state_dict().items()}
         [weight.zero_() for weight in model.parameters()]

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from hf_dist_ext import policy
-from hf_dist_ext.engine.assembly import OnColumn
 from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import (
     BACKWARD,
@@ -43,6 +42,7 @@ from hf_dist_ext.engine.gradient_cache import (
     refuse_nothing_trains,
     score_embeddings,
 )
+from hf_dist_ext.engine.outputs import OnColumn
 from hf_dist_ext.engine.replay import Comparison, RandomState, ReplayError, replayed
 from hf_dist_ext.strategies.pipeline import schedules
 from hf_dist_ext.strategies.pipeline.stages import StagedModel

@@ -136,7 +136,7 @@ class Pipeline(Strategy):
         if args.process_index == 0:
             logger.info(self._in_words(places, args.sharding))
         splitting.say_split(self.cut.base)
-        with meanwhile(args, "save_only_model", True):  # as under tensor parallelism
+        with meanwhile(args, save_only_model=True):  # as under tensor parallelism
             yield
 
     def _in_words(self, places: Sequence[int], sharding: str | None) -> str:
