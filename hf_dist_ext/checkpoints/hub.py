@@ -22,7 +22,7 @@ import huggingface_hub
 from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from transformers.trainer_utils import HubStrategy
-from transformers.utils import logging
+from transformers.utils import PushInProgress, logging
 
 from hf_dist_ext.checkpoints import manifest, model_names
 from hf_dist_ext.checkpoints.trainable import FROZEN, WEIGHTS
@@ -93,18 +93,41 @@ def upload(
     )
 
 
-def push_checkpoint(folder: Path, output_dir: Path, args: Any, repo_id: str, step: int) -> list[Future]:
+def push_saved(run: Any, commit_message: str | None, blocking: bool = True, **given: Any) -> Any:
+    """Push what the output_dir of a `run`, a DistTrainer, holds of the model. A card that lies there stays; without
+    one Trainer's is made. given: token, revision and private, and what a card says."""
+    args, folder = run.args, Path(run.args.output_dir)
+    token, revision, private = (given.pop(name, None) for name in ("token", "revision", "private"))
+    run.callback_handler.on_push_begin(args, run.state, run.control)
+    if run.hub_model_id is None:
+        run.init_hf_repo(token=token, private=private)
+    if not run.is_world_process_zero():
+        return None
+    if not (folder / "README.md").exists():
+        run.create_model_card(**given)
+    run._finish_current_push()
+    options = {"token": token or args.hub_token, "revision": revision or args.hub_revision, "blocking": blocking}
+    return upload(folder, str(run.hub_model_id), message=commit_message or "End of training", **options)
+
+
+def push_checkpoint(run: Any, folder: Path) -> None:
     """What Trainer pushes in the middle of a run, but of the model alone; `hub_strategy` may add the checkpoint."""
-    message, jobs = f"Training in progress, step {step}", []
+    args, before = run.args, run.push_in_progress
+    is_busy = before is not None and not before.is_done()
+    is_due = args.push_to_hub and args.hub_strategy != HubStrategy.END and (args.hub_always_push or not is_busy)
+    if not is_due or not run.is_world_process_zero():
+        return
+    run.callback_handler.on_push_begin(args, run.state, run.control)
+    output_dir, repo_id = Path(args.output_dir), str(run.hub_model_id)
+    message, jobs = f"Training in progress, step {run.state.global_step}", before.jobs if is_busy else []
+    options: dict[str, Any] = {"token": args.hub_token, "revision": args.hub_revision}
     if copy_model(folder, output_dir):
-        options = {"token": args.hub_token, "revision": args.hub_revision, "message": message}
-        jobs.append(upload(output_dir, repo_id, blocking=False, **options))
+        jobs = [*jobs, upload(output_dir, repo_id, blocking=False, message=message, **options)]
     if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         path = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else folder.name
-        options = {"token": args.hub_token, "revision": args.hub_revision, "run_as_future": True}
-        options["commit_message"] = f"{message}, checkpoint"
-        jobs.append(HfApi().upload_folder(repo_id=repo_id, folder_path=folder, path_in_repo=path, **options))
-    return jobs
+        options |= {"run_as_future": True, "commit_message": f"{message}, checkpoint"}
+        jobs = [*jobs, HfApi().upload_folder(repo_id=repo_id, folder_path=folder, path_in_repo=path, **options)]
+    run.push_in_progress = PushInProgress(jobs)
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ def of_run(trainer: DistTrainer, folder: Path) -> None:
     remedy = f"The model and its card are in {folder}. Push them with: hf-dist push {folder} {repo_id}{options}"
     with hub.reached("the push at the end of the run failed", remedy, args.hub_token, RunError):
         with _card_names(folder, repo_id):
-            trainer._push_saved("End of training", revision=args.hub_revision)
+            hub.push_saved(trainer, "End of training", revision=args.hub_revision)
         print(f"pushed:   {repo_id}")
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
-from transformers.utils import PushInProgress, logging
+from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import facts as run_facts
 from hf_dist_ext.checkpoints import hub, loss_state, resume
@@ -661,7 +661,7 @@ class DistTrainer(Trainer):
             tensors=self.files.tensors(self.optimizer),
             write=self._write_checkpoint,
             facts=self._facts,
-            push=self._push_checkpoint,
+            push=partial(hub.push_checkpoint, self),
         )
 
     def _write_checkpoint(self, folder: Path) -> None:
@@ -718,7 +718,7 @@ class DistTrainer(Trainer):
         if self.has_their_card and not _internal_call and self.args.should_save:
             sentence_trainer.write_card(self.bare_model, folder, self.strategy)
         if self.args.push_to_hub and not _internal_call:
-            push = self._push_saved if self.is_ours else self.push_to_hub
+            push = partial(hub.push_saved, self) if self.is_ours else self.push_to_hub
             push(commit_message="Model save", revision=self.args.hub_revision)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
@@ -734,35 +734,7 @@ class DistTrainer(Trainer):
             return super().push_to_hub(commit_message, *arguments, **options)
         with meanwhile(self.args, push_to_hub=False):
             self.save_model()
-        return self._push_saved(commit_message, *arguments, **options)
-
-    def _push_saved(
-        self,
-        commit_message: str | None,
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **card: Any,
-    ) -> Any:
-        """Push what output_dir holds of the model. A card that lies there stays; without one Trainer's is made."""
-        args = self.args
-        self.callback_handler.on_push_begin(args, self.state, self.control)
-        if self.hub_model_id is None:
-            self.init_hf_repo(token=token, private=private)
-        if not self.is_world_process_zero():
-            return None
-        if not (self._folder() / "README.md").exists():
-            self.create_model_card(**card)
-        self._finish_current_push()
-        return hub.upload(
-            self._folder(),
-            str(self.hub_model_id),
-            token=token or args.hub_token,
-            revision=revision or args.hub_revision,
-            message=commit_message or "End of training",
-            blocking=blocking,
-        )
+        return hub.push_saved(self, commit_message, *arguments, **options)
 
     def _write_states(self, folder: Path) -> None:
         """Of optimizer, schedule, strategy and data."""
@@ -776,18 +748,6 @@ class DistTrainer(Trainer):
         if saves:
             loss_state.save_budget(self.chunk_budget, output_dir)
             self.data_position.save(output_dir)
-
-    def _push_checkpoint(self, folder: Path) -> None:
-        args, before = self.args, self.push_in_progress
-        if not args.push_to_hub:
-            return
-        is_busy = before is not None and not before.is_done()
-        if not self.is_world_process_zero() or args.hub_strategy == "end" or (is_busy and not args.hub_always_push):
-            return
-        self.callback_handler.on_push_begin(args, self.state, self.control)
-        given = folder, self._folder(), args, str(self.hub_model_id), self.state.global_step
-        jobs = hub.push_checkpoint(*given)
-        self.push_in_progress = PushInProgress(cast(Any, [*(before.jobs if is_busy else []), *jobs]))
 
     def _finalize_training(self, *arguments: Any, **options: Any) -> TrainOutput:
         self.health.bad_rows.say()

@@ -131,7 +131,7 @@ def test_one_save_is_in_flight_and_commit_rotation_and_push_come_in_this_order(t
     monkeypatch.setattr(manifest, "record", slow_record)
     monkeypatch.setattr(manifest, "commit", lambda *a: (commit_(*a), events.append("commit")))
     monkeypatch.setattr(manifest, "rotate", lambda *a, **k: (rotate(*a, **k), events.append("rotate")))
-    monkeypatch.setattr(hub, "push_checkpoint", lambda *a: events.append("push") or [])
+    monkeypatch.setattr(hub, "push_checkpoint", lambda *a: events.append("push"))
     monkeypatch.setattr(DistTrainer, "init_hf_repo", lambda *a, **k: None)
     trainer = llama(tmp_path, save_async=True, save_steps=1, save_total_limit=1)
     trainer.args.push_to_hub = True

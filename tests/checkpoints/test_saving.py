@@ -200,7 +200,7 @@ def test_rotation_comes_after_the_commit_and_spares_what_was_not_committed(tmp_p
     folders = lambda: sorted(path.name for path in tmp_path.glob("checkpoint-*"))  # noqa: E731
     monkeypatch.setattr(manifest, "commit", lambda *a: (events.append(("commit", folders())), commit_(*a)))
     monkeypatch.setattr(manifest, "rotate", lambda *a, **k: (events.append(("rotate", folders())), rotate(*a, **k)))
-    monkeypatch.setattr(hub, "push_checkpoint", lambda folder, *a: events.append(("push", folder)) or [])
+    monkeypatch.setattr(hub, "push_checkpoint", lambda run, folder: events.append(("push", folder)))
     trainer = make(tmp_path, save_total_limit=1, max_steps=5)
     trainer.args.push_to_hub = True
     monkeypatch.setattr(DistTrainer, "init_hf_repo", lambda *a, **k: None)
