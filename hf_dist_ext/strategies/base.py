@@ -172,9 +172,15 @@ class Strategy:
         unused = [p for p in self.model.parameters() if p.requires_grad and used is not None and id(p) not in used]
         return _WithZeroGradients.apply(loss, *unused) if unused else loss
 
+    def mark(self, loss: torch.Tensor, own_loss: torch.Tensor) -> torch.Tensor:
+        """`loss`, such that all ranks skip the update when `own_loss` is not finite on one."""
+        return loss
+
     def marking(self) -> AbstractContextManager:
-        """Around a step of Trainer's: all ranks skip the update when the loss is not finite on one."""
-        return nullcontext()
+        """Around a step of Trainer's, whose loss is marked."""
+        backward = self.accelerator.backward
+        marked = lambda loss, **options: backward(self.mark(loss, loss.detach()), **options)  # noqa: E731
+        return meanwhile(self.accelerator, backward=marked)
 
     def sharing_casts(self, is_checkpointed: bool) -> AbstractContextManager:
         """Around a step. Autocast keeps its copy of a trained weight until its outermost context ends: with one around

@@ -97,7 +97,7 @@ class ZeRO(Strategy):
 
     def backward(self, loss: torch.Tensor, own_loss: torch.Tensor) -> None:
         """(1), (2): the one that completes the gradients runs the reduction and the optimizer's step."""
-        engine, loss = self.engine, self._marked(self.reaching_all(loss), own_loss)
+        engine, loss = self.engine, self.mark(self.reaching_all(loss), own_loss)
         if self.reduces_once and self._together is None and not self.completes:
             self._together = ExitStack()
             self._together.enter_context(engine.coalesce_grad_reduction())
@@ -112,14 +112,9 @@ class ZeRO(Strategy):
         with self._with_loss_parameters(*([] if self._kept is None else [self._keep()])):
             engine.step()
 
-    def _marked(self, loss: torch.Tensor, own_loss: torch.Tensor) -> torch.Tensor:
+    def mark(self, loss: torch.Tensor, own_loss: torch.Tensor) -> torch.Tensor:
         """(3) `loss`, bit for bit, where `own_loss` is finite; else its gradient is NaN, but in an audit."""
         return loss * (1 + 0 * own_loss) if self._kept is None else loss
-
-    def marking(self) -> AbstractContextManager:
-        backward = self.accelerator.backward
-        marked = lambda loss, **options: backward(self._marked(loss, loss.detach()), **options)  # noqa: E731
-        return meanwhile(self.accelerator, backward=marked)
 
     def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:
         """The last backward has taken the optimizer's step."""
