@@ -109,8 +109,8 @@ def with_columns_swapped(self, embeddings, *more, score=training_step.EmbeddingS
     return score(self, other, *more)
 
 
-def added_up_in_bfloat16(passes, terms, run=gradient_cache.Passes._run_backward):
-    run(passes, terms)
+def added_up_in_bfloat16(passes, *terms, run=gradient_cache.Passes._run_backward):
+    run(passes, *terms)
     for parameter in passes.audited.parameters():
         if parameter.grad is not None:
             parameter.grad.copy_(parameter.grad.bfloat16())
