@@ -203,16 +203,18 @@ class Part:
         self.write(is_done=True)
 
     def call(self, name: str, command: Sequence[str], seconds: float, **environment: str) -> tuple[str, Path]:
-        """Runs a cell, at most `seconds` and what is left of the part's: (why it failed or "", its output's file)."""
+        """Runs a cell, at most `seconds` and what is left of the part's: (why it failed or "", its output's file).
+        A dry run has ten times as long, as a CPU may be busy."""
         output, log = (self.output / "logs" / f"{self.name}-{name}.{suffix}" for suffix in ("out", "log"))
         left = self.seconds - (time.monotonic() - self.began)
         if left < 1:
             return f"not run: the {self.seconds:.0f} seconds of this part were over", output
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        code = started(command, {"PYTHONPATH": path, **environment}, output, log, min(seconds, left))
+        limit = min(seconds if self.devices else 10 * seconds, left)
+        code = started(command, {"PYTHONPATH": path, **environment}, output, log, limit)
         if code == 0:
             return "", output
-        what = f"stopped after {min(seconds, left):.0f} s" if code is None else f"exit code {code}"
+        what = f"stopped after {limit:.0f} s" if code is None else f"exit code {code}"
         return f"{what}: {last_line(output, log)}", output
 
     def run_file(self, name: str, model: str, **fields: object) -> Path:

@@ -10,7 +10,8 @@ real token, of 989 TFLOP/s. The host is taken to launch a kernel in 5 microsecon
 
 Compiled (`torch_compile`): the kernels of the step's largest chunk are those into which inductor's scheduler fuses its
 graphs, with the bytes that it says they read and write (tests/fake_cuda/compiled.py): a count. The step's time is that
-of its uncompiled parts and, for all chunks, the largest one's by tokens: a model.
+of its uncompiled parts and, for all chunks, the largest one's by tokens: a model. "Graphs kept": all chunks keep their
+graph (`gradient_cache_keep_graph`), so that none is encoded twice; whether memory holds them is not asked.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -57,7 +58,8 @@ def rows(name: str) -> Iterator[str]:
         mfu = 6 * found["weights"] * found["tokens"] / found["seconds"] / PEAK
         of_step = f"{found['seconds'] * 1e3:.1f} ms | {found['products'] / found['seconds']:.0%} | {mfu:.0%}"
         launches = f"{found['launched'] * LAUNCH_ON_HOST * 1e3:.0f} ms"
-        yield f"| {name} | {tokens:,} | {how} | {found['forward']:,} | {found['replay']:,} | {of_step} | {launches} |"
+        kernels = [f"{found[kind]:,}" if kind in found else "" for kind in ("forward", "replay")]
+        yield f"| {name} | {tokens:,} | {how} | {' | '.join(kernels)} | {of_step} | {launches} |"
 
 
 def measured(name: str, layers: int, pairs: int, tokens: int) -> dict[str, dict[str, float]]:
@@ -68,10 +70,8 @@ def measured(name: str, layers: int, pairs: int, tokens: int) -> dict[str, dict[
     import torch
     from model_sizes import MODELS, pooling_of
 
-    from hf_dist_ext.engine.chunks import Chunk
     from hf_dist_ext.engine.losses import InfoNCELoss
     from hf_dist_ext.models.from_run import build as build_model
-    from hf_dist_ext.training.step import EmbeddingStep
     from tests.fake_cuda import compiled
     from tests.tiny_models import tiny_tokenizer
 
@@ -90,34 +90,38 @@ def measured(name: str, layers: int, pairs: int, tokens: int) -> dict[str, dict[
         sizes.append(sum(p.numel() for p in made.parameters()) - table.numel())
         return made
 
-    def remembered(step: EmbeddingStep, wrapped: torch.nn.Module, chunk: Chunk, **more):
-        seen.append((step, chunk))
-        return encode(step, wrapped, chunk, **more)
-
-    sizes, seen, encode = [], [], EmbeddingStep._encode
+    sizes = []
     options = cases.PACKED | {"gradient_cache_chunk_size": None, "gradient_cache_chunk_tokens": tokens}
     case = cases.Case(model, lambda made: InfoNCELoss(), lambda: data, options)
-    with cases.DEVICE, mock.patch.object(EmbeddingStep, "_encode", remembered):
-        found = cases.run(case, rows=pairs)
-    kinds = cases.ENCODE, cases.REPLAY
-    kernels, seconds = ({kind: found[key][kind] for kind in kinds} for key in ("kernels", "seconds_of"))
+    with cases.DEVICE, cases.chunks_of() as seen:
+        plain, kept = (
+            cases.run(replace(case, options=options | {"gradient_cache_keep_graph": number}), rows=pairs)
+            for number in (0, pairs)
+        )
     of_all = {"weights": sizes[0], "tokens": int(lengths.sum())}
-    plain = {key: found[key] for key in ("seconds", "products", "launched")}
     with cases.DEVICE:
         counts = [chunk.features["input_ids"].numel() for _, chunk in seen]
     (step, chunk), num_tokens = seen[counts.index(max(counts))], max(counts)
-    costs = compiled.chunk_costs(cases.DEVICE, step, step.run.bare_model, chunk)
-    times, num_chunks = of_all["tokens"] / num_tokens, len(kernels[cases.REPLAY])
-    made = {
-        "seconds": plain["seconds"] - sum(map(sum, seconds.values())) + times * sum(one["seconds"] for one in costs),
-        "products": times * sum(one["products"] for one in costs),
-        "launched": plain["launched"] - sum(map(sum, kernels.values()))
-        + num_chunks * sum(one["kernels"] for one in costs),
-    }  # fmt: skip
-    forward, replay = (max(of_kind) for of_kind in kernels.values())
+    forward, replay = compiled.chunk_costs(cases.DEVICE, step, chunk)
+    num_chunks = len(plain["kernels"][cases.REPLAY])
+
+    def of_step(run: dict, *chunk_costs: dict[str, float]) -> dict[str, float]:
+        """As it ran, or with chunks of these costs instead."""
+        times = {"seconds": of_all["tokens"] / num_tokens, "launched": num_chunks}
+        found = of_all | {key: run[key] for key in ("seconds", "products", "launched")}
+        if chunk_costs:
+            for key, of_phases in (("seconds", run["seconds_of"]), ("launched", run["kernels"])):
+                of_chunks = sum(sum(of_kind) for kind, of_kind in of_phases.items() if kind != cases.SCORE)
+                found[key] += times[key] * sum(one[key] for one in chunk_costs) - of_chunks
+            found["products"] = times["seconds"] * sum(one["products"] for one in chunk_costs)
+        return found
+
+    most = (max(plain["kernels"][kind]) for kind in (cases.ENCODE, cases.REPLAY))
     return {
-        "": of_all | plain | {"forward": forward, "replay": replay},
-        "compiled": of_all | made | {"forward": costs[0]["kernels"], "replay": costs[1]["kernels"]},
+        "": of_step(plain) | dict(zip(("forward", "replay"), most, strict=True)),
+        "compiled": of_step(plain, forward, replay) | {"forward": forward["launched"], "replay": replay["launched"]},
+        "graphs kept": of_step(kept),
+        "compiled, graphs kept": of_step(kept, replay),
     }
 
 

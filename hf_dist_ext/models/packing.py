@@ -103,10 +103,15 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     packed_rows: Any = None,
+    by_one_kernel: Callable | None = None,
     **options,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`by_one_kernel`: instead of `of_packed` where torch's kernel takes all lengths at once."""
     if packed_rows is None:
         return of_padded(module, query, key, value, attention_mask, **options)
+    if by_one_kernel is not None and not options.get("dropout"):
+        query = _as_autocast(query)
+        of_packed = by_one_kernel if _takes_all_lengths(query) else of_packed
     return of_packed(of_padded, module, query, key, value, packed_rows, **options)
 
 
@@ -184,7 +189,11 @@ def _takes_all_lengths(query: torch.Tensor) -> bool:
     """Whether torch's kernel for rows of many lengths, which has no dropout, takes heads as these, (h, t, d)."""
     width = query.shape[-1]
     fits = query.dtype.itemsize == 2 and width % 8 == 0 and width <= VARLEN_HEAD_WIDTH
-    return query.is_cuda and fits and torch.cuda.get_device_capability(query.device)[0] >= VARLEN_CAPABILITY
+    return query.is_cuda and fits and _has_kernel(query.device)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= VARLEN_CAPABILITY
 
 
 def _window(length: int, size: int, is_causal: bool, device: torch.device) -> torch.Tensor:
@@ -197,13 +206,16 @@ def _window(length: int, size: int, is_causal: bool, device: torch.device) -> to
 @functools.cache
 def leave_uncompiled() -> None:
     """Before a model is compiled. What reads the lengths of rows stays outside of its graphs: they would hold the
-    lengths, and be made again for every chunk."""
+    lengths, and be made again for every chunk. torch's kernel for rows of many lengths reads none on the host, and is
+    an operator of the graph."""
     _register()
     _register_pooling()
+    torch.compiler.assume_constant_result(_has_kernel)
     for name in ("sdpa", *FLASH):
         of_padded, of_packed = ALL_ATTENTION_FUNCTIONS[name].args
         outside = torch.compiler.disable(of_packed, reason="the lengths of its rows")
-        AttentionInterface.register(name, functools.partial(_attention, of_padded, outside))
+        inside = of_packed if name == "sdpa" else None
+        AttentionInterface.register(name, functools.partial(_attention, of_padded, outside, by_one_kernel=inside))
     pooling = _pooling()
     pooling._forward_flattened = torch.compiler.disable(pooling._forward_flattened, reason="the lengths of its rows")
 

@@ -112,7 +112,7 @@ def has_buckets(args: Any, model: nn.Module) -> bool:
 
 def announce(args: Any, strategy: Strategy, model: nn.Module, packs: bool) -> None:
     """On rank 0 one line before the first steps, which compile for minutes in silence. `model`: without wrappers.
-    `packs`: its chunks may be packed, whose attention is in no graph."""
+    `packs`: its chunks may be packed, whose pooling, and often attention, is in no graph."""
     if not args.torch_compile or collectives.rank() != 0:
         return
     graphs = "1 graph" if not args.uses_gradient_cache else "2 graphs (without gradients, and with them)"

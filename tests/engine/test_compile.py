@@ -6,10 +6,12 @@ import pytest
 import torch
 from accelerate.utils import TorchDynamoPlugin
 from torch._dynamo.utils import counters
+from torch.nn.attention import varlen
 from transformers import TrainerCallback
 
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models import packing
 from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.ddp import DDP
@@ -86,6 +88,55 @@ def test_batches_of_all_lengths_and_an_evaluation_are_compiled_once_per_pass(
     kept = trained(tmp_path, 17, gradient_cache_keep_graph=99, **options)
     for own, wanted in zip(found, kept, strict=True):  # dropout: the same masks in the replay
         assert wanted.norm() > 0 and (own - wanted).norm() < 1e-10 * wanted.norm()
+
+
+def by_row(attend, offsets, *given):
+    """`attend` for the heads of each row, (h, t, d), one after another; results end to end, (t, h, d)."""
+    spans = offsets.tolist()
+    rows = [
+        attend(*(one[start:end].transpose(0, 1) for one in given))
+        for start, end in zip(spans[:-1], spans[1:], strict=True)
+    ]
+    return tuple(torch.cat(parts, 1).transpose(0, 1).contiguous() for parts in zip(*rows, strict=True))
+
+
+def weights_of(query, key, scale):
+    return (query @ key.mT * scale).softmax(-1)
+
+
+def forward_on_cpu(query, key, value, offsets, _, longest, more, is_causal=False, scale=None, *rest):
+    assert longest == more == offsets.diff().max(), "the longest row of another chunk was held in the graph"
+    assert not is_causal and scale
+    attended = by_row(lambda q, k, v: (weights_of(q, k, scale) @ v,), offsets, query, key, value)
+    return *attended, torch.zeros(query.shape[1::-1]), torch.zeros(2, dtype=torch.uint64)
+
+
+def backward_on_cpu(gradient, query, key, value, _, lse, offsets, *sizes):
+    scale = sizes[5]
+
+    def of_row(gradient, q, k, v):
+        weights, of_weights = weights_of(q, k, scale), gradient @ v.mT
+        of_scores = scale * weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
+        return of_scores @ k, of_scores.mT @ q, weights.mT @ gradient
+
+    return by_row(of_row, offsets, gradient, query, key, value)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_kernel_for_rows_of_all_lengths_is_an_operator_of_the_models_graph(tmp_path, monkeypatch, backend):
+    """torch's own is CUDA's alone: here it has one for the CPU."""
+    monkeypatch.setattr(exactness_worker, "BERT", exactness_worker.BERT | {"num_hidden_layers": 3})
+    varlen._varlen_attn.register_kernel("cpu")(forward_on_cpu)
+    varlen._varlen_attn_backward.register_kernel("cpu")(backward_on_cpu)
+    options = {"use_cpu": True, "dtype": torch.float64, "dropout": 0.0, "per_device_train_batch_size": 7}
+    wanted = trained(tmp_path, 17, num_train_epochs=1, **options)
+    monkeypatch.setattr(packing, "_takes_all_lengths", lambda query: True)
+    options |= {"torch_compile": True, "torch_compile_backend": backend, "gradient_cache_packing": True}
+    graphs = CompiledGraphs()
+    found = trained(tmp_path, 17, [graphs], num_train_epochs=2, **options)
+    assert graphs.counts == [8] * 6, "for two passes, whatever the layers"
+    for own, one in zip(found, wanted * 2, strict=True):
+        assert one.norm() > 0 and (own - one).norm() < 1e-10 * one.norm()
 
 
 def hook_models(monkeypatch, before=None, after=None) -> None:

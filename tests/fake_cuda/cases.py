@@ -35,11 +35,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
 from hf_dist_ext import DistTrainer, DistTrainingArguments  # noqa: E402
-from hf_dist_ext.engine.gradient_cache import ENCODE, REPLAY  # noqa: E402, F401
+from hf_dist_ext.engine.chunks import Chunk  # noqa: E402
+from hf_dist_ext.engine.gradient_cache import ENCODE, REPLAY, SCORE  # noqa: E402, F401
 from hf_dist_ext.engine.late_interaction import LateInteractionLoss  # noqa: E402
 from hf_dist_ext.engine.losses import InfoNCELoss  # noqa: E402
 from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss  # noqa: E402
 from hf_dist_ext.models.from_run import build  # noqa: E402
+from hf_dist_ext.training.step import EmbeddingStep  # noqa: E402
 from tests.sentence_models import picture_model, pictures, text_model  # noqa: E402
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer  # noqa: E402
 
@@ -211,6 +213,37 @@ def run(case: Case, rows: int = ROWS) -> dict:
         return watch.steps[2] | {"packs": trainer.step.sizes.may_pack}
 
 
+@contextmanager
+def chunks_of() -> Iterator[list[tuple[EmbeddingStep, Chunk]]]:
+    """Of the updates inside: every chunk that is encoded, and the step that asks for it."""
+    seen, encode = [], EmbeddingStep._encode
+
+    def remembered(step: EmbeddingStep, model: nn.Module, chunk: Chunk, **more):
+        seen.append((step, chunk))
+        return encode(step, model, chunk, **more)
+
+    with mock.patch.object(EmbeddingStep, "_encode", remembered):
+        yield seen
+
+
+def compiled_costs() -> dict[str, list[dict[str, float]]]:
+    """Of a product, its activation and rows of a table; and of a chunk of a model (compiled.py). Outside of DEVICE."""
+    from tests.fake_cuda import compiled
+
+    with DEVICE:
+        sizes = (8192, 4096), (4096, 6144), (100_000, 6144)
+        rows, weights, table = (torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in sizes)
+        ids = torch.zeros(8192, dtype=torch.long, device="cuda")
+
+    def by_hand():
+        return (rows @ weights).relu() + 1, torch.nn.functional.embedding(ids, table) * 2
+
+    found = {"by hand": compiled.costs_of(DEVICE, by_hand, lambda made: made())}
+    with DEVICE, chunks_of() as seen:
+        run(CASES["qwen3 packed"])
+    return found | {"qwen3 packed": compiled.chunk_costs(DEVICE, *seen[-1])}
+
+
 def mistakes() -> dict:
     """What the device notes of one of each kind."""
     DEVICE.reset()
@@ -238,7 +271,11 @@ def main() -> None:
                 found[name] = run(CASES[name])
             except Exception:
                 found[name] = {"error": traceback.format_exc()}
-            Path(output).write_text(json.dumps(found, indent=1))
+    try:
+        found["compiled"] = {} if names else compiled_costs()
+    except Exception:
+        found["compiled"] = {"error": traceback.format_exc()}
+    Path(output).write_text(json.dumps(found, indent=1))
     sys.stdout.flush()
     os._exit(0)  # torch's threads would ask a device that is not there to end
 

@@ -1,27 +1,31 @@
 """What inductor would run on the fake device: it plans its kernels there as on a GPU, and none of them is made.
 
 A graph that is run counts as the kernels that inductor's scheduler has fused it into. A matrix product takes the time
-that `FakeDevice` gives it, any other kernel that of the bytes that it reads and writes. inductor's patterns are left
-out (it would try them out on a GPU), so that a few kernels more are counted than it makes.
+that `FakeDevice` gives it, any other kernel that of the bytes that it reads and writes, of a table only the rows that
+it picks. inductor's patterns are left out (it would try them out on a GPU): it makes a few kernels less.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from accelerate.utils import TorchDynamoPlugin
 from torch._dynamo import device_interface
 from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor import compile_fx, config, scheduler
+from torch._inductor import compile_fx, config, ir, scheduler
 from torch._inductor.debug import DebugContext
+from torch._inductor.dependencies import MemoryDep
 from torch._inductor.fx_passes import fuse_attention, joint_graph, post_grad
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
+from torch.utils.flop_counter import flop_registry
 
-from tests.fake_cuda.device import LAUNCH, MEMORY, FakeDevice
+from tests.fake_cuda.device import LAUNCH, MEMORY, PRODUCTS, FakeDevice
 
 
 def prepare() -> None:
@@ -42,8 +46,7 @@ def backend(device: FakeDevice) -> Callable:
 
     def of_graph(module: Any, inputs: Sequence[Any], **options: Any) -> Callable:
         nodes = _planned(module, inputs, options.get("is_inference", False), options.get("is_backward", False))
-        others = [node for node in nodes if not isinstance(node, scheduler.ExternKernelSchedulerNode)]
-        seconds = sum(max(node.get_read_write_buffers_sizes() / MEMORY, LAUNCH) for node in others)
+        seconds = sum(max(num_bytes / MEMORY, LAUNCH) for num_bytes in nodes if num_bytes is not None)
 
         def run(*given: Any) -> Any:
             before, products, kernels = device.seconds, device.products, Counter(device.kernels)
@@ -57,8 +60,9 @@ def backend(device: FakeDevice) -> Callable:
     return lambda module, inputs: compile_fx.compile_fx(module, inputs, inner_compile=of_graph)
 
 
-def _planned(module: Any, inputs: Sequence[Any], is_inference: bool, is_backward: bool) -> list[Any]:
-    """As torch/_inductor/compile_fx.py does it before it writes code (torch 2.13)."""
+def _planned(module: Any, inputs: Sequence[Any], is_inference: bool, is_backward: bool) -> list[int | None]:
+    """Bytes of every kernel, None for matrix products and attention. As torch/_inductor/compile_fx.py does it before
+    it writes code (torch 2.13)."""
     compile_fx.view_to_reshape(module)
     with torch.no_grad():
         fake = compile_fx.fake_tensor_prop(module, inputs)
@@ -72,39 +76,60 @@ def _planned(module: Any, inputs: Sequence[Any], is_inference: bool, is_backward
             graph.run(*inputs)
             graph.init_wrapper_code()
             graph._update_scheduler()
-            found = [one for one in graph.scheduler.nodes if not isinstance(one, scheduler.NopKernelSchedulerNode)]
-            for node in found:
-                node.get_read_write_buffers_sizes()  # remembered, as it asks for the graph
-            return found
+            return [_bytes_of(node) for node in graph.scheduler.nodes if _is_kernel(node)]
 
 
-def chunk_costs(device: FakeDevice, step: Any, model: torch.nn.Module, chunk: Any) -> list[dict[str, float]]:
-    """Kernels, seconds and products of a forward without a graph, and of a forward with its backward, compiled."""
-    from hf_dist_ext.models.packing import leave_uncompiled
+def _is_kernel(node: scheduler.BaseSchedulerNode) -> bool:
+    """Not one of the results of a kernel that has several."""
+    return not isinstance(node, scheduler.NopKernelSchedulerNode) and not isinstance(node.node, ir.MultiOutput)
+
+
+def _bytes_of(node: scheduler.BaseSchedulerNode) -> int | None:
+    if isinstance(node, scheduler.ExternKernelSchedulerNode):
+        operator = node.node.op_overload
+        if operator._overloadpacket in flop_registry or operator._schema.name.split("::")[1] in PRODUCTS:
+            return None
+    found = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    picked: Counter[str] = Counter()
+    for dep in {dep for one in node.get_nodes() for dep in one.read_writes.reads}:
+        if isinstance(dep, MemoryDep) and dep.is_indirect():
+            numel = V.graph.sizevars.optimization_hint(dep.get_numel(), fallback=0)
+            picked[dep.name] += numel * V.graph.get_dtype(dep.name).itemsize
+    return sum(min(num_bytes, picked.get(name, num_bytes)) for name, num_bytes in found.items())
+
+
+def costs_of(device: FakeDevice, model: Callable, *runs: Callable[[Callable], Any]) -> list[dict[str, float]]:
+    """Kernels, seconds and products of each run, which gets the compiled model."""
+    from hf_dist_ext.training import compiling
 
     prepare()
-    leave_uncompiled()
+    torch._dynamo.reset()
+    compiling.prepare(SimpleNamespace(), TorchDynamoPlugin(backend="inductor"))
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # else the rest would run, and count, uncompiled
     made = torch.compile(model, backend=backend(device), dynamic=True)
-
-    def encode() -> torch.Tensor:
-        with step.run.precision():
-            return step.sizes.embedder.call(made, chunk.features, chunk.column, None)
-
-    def forward() -> None:
-        with torch.no_grad():
-            encode()
-
-    def replay() -> None:
-        encode().sum().backward()
-
-    with device.fake, mock.patch("torch.fx.experimental._config.use_duck_shape", False):
-        forward(), replay()
+    with device.fake:
+        for run in runs:
+            run(made)
     found = []
     # Inside of a mode that is not torch's own, dynamo leaves everything uncompiled.
     with device, mock.patch.object(FakeDevice, "is_infra_mode", classmethod(lambda kind: True)):
-        for run in (forward, replay):
+        for run in runs:
             device.reset()
-            run()
-            costs = {"kernels": device.kernels.total(), "seconds": device.seconds, "products": device.products}
+            run(made)
+            costs = {"launched": device.kernels.total(), "seconds": device.seconds, "products": device.products}
             found.append(costs)
     return found
+
+
+def chunk_costs(device: FakeDevice, step: Any, chunk: Any) -> list[dict[str, float]]:
+    """Of a forward without a graph, and of a forward with its backward."""
+
+    def encode(model: torch.nn.Module) -> torch.Tensor:
+        with step.run.precision():
+            return step.sizes.embedder.call(model, chunk.features, chunk.column, None)
+
+    def forward(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            encode(model)
+
+    return costs_of(device, step.run.bare_model, forward, lambda model: encode(model).sum().backward())

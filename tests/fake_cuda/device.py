@@ -42,6 +42,7 @@ LAUNCH = 2e-6  # seconds that the smallest kernel takes
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal"}
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh",
              "_unsafe_view", "_reshape_alias", "set_", "resize_", "record_stream"}  # fmt: skip
+PICKS = {"embedding", "index", "index_select"}  # these read as much of their first argument as they make
 
 
 def _of_varlen(query: torch.Tensor, longest: int) -> int:
@@ -126,6 +127,7 @@ class FakeDevice(TorchDispatchMode):
     ) -> None:
         self.kernels[name] += 1
         self.drawn += torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs)
+        given = [*results, *given[1:]] if name in PICKS else given
         on_device = [one for one in (*given, *results) if one.is_cuda]
         seconds = sum(one.numel() * one.element_size() for one in on_device) / MEMORY
         count = PRODUCTS.get(name) or flop_registry.get(func._overloadpacket)
