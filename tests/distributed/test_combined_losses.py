@@ -76,7 +76,8 @@ def train(say, folder: Path, processes: int, resume: str | None = None, **option
     assert "eval_pairs_mrr@10" in figures and "eval_rated_spearman_cosine" in figures
     assert "eval_classes_mrr@10" in figures and "eval_rated_mrr@10" not in figures
     figures = {name: value for name, value in figures.items() if "@" in name or "cosine" in name}
-    return json.dumps([[v for n in sorted(after) for v in after[n].flatten().tolist()], figures])
+    lines = [{name: value for name, value in line.items() if name.startswith("loss")} for line in lines]
+    return json.dumps([[v for n in sorted(after) for v in after[n].flatten().tolist()], figures, lines])
 
 
 def result(mode: str, folder: Path, processes: int, **options) -> list:
@@ -99,6 +100,17 @@ def test_two_processes_are_one(tmp_path, mode, processes, options):
     ours, theirs = (torch.tensor(one[0], dtype=torch.float64) for one in (several, alone))
     assert (ours - theirs).norm() <= 1e-10 * theirs.norm()
     assert several[1] == pytest.approx(alone[1], rel=1e-5)
+
+
+def test_the_log_tells_each_sources_loss(tmp_path):
+    """The mean over its batches since the last line; of one batch, the loss of the line."""
+    *_, lines = result("ddp", tmp_path / "every", 2)
+    *_, (line,) = result("ddp", tmp_path / "together", 2, logging_steps=len(lines))
+    for name in SIZES:
+        own = [one for one in lines if f"loss_{name}" in one]
+        assert own and all(one["loss"] == pytest.approx(one[f"loss_{name}"], abs=1e-4) for one in own)
+        assert all(len(one) == 2 for one in own), "a batch is of one source"
+        assert line[f"loss_{name}"] == pytest.approx(sum(one["loss"] for one in own) / len(own), abs=1e-3)
 
 
 @pytest.mark.slow
