@@ -11,8 +11,6 @@ evaluated; and what is refused.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -41,7 +39,6 @@ from hf_dist_ext.strategies.tensors import gathered, held_here
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.pipeline_worker import Read, all_ranks, everyone, said_by
-from tests.launching import leave_together
 from tests.parity.causal_worker import CONFIG, LORA, TIED, Case, build, collate, loss_of_outputs
 
 BATCH, ROWS = 6, 36  # an update takes two batches, an epoch has three of them
@@ -356,16 +353,12 @@ def granite():
     )  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--parts", nargs="+", default=["all"])
-    parser.add_argument("--fields", type=json.loads, default={}, help="JSON: of every run but the counted ones")
-    options = parser.parse_args()
-    folder, parts, fields = options.folder, set(options.parts), options.fields
-    if parts == {"alone"}:
-        (folder / "alone.json").write_text(json.dumps(compared(folder / "alone", is_alone=True)))
-        return
+def found_alone(_, folder: Path) -> dict:
+    return compared(folder / "alone", is_alone=True)
+
+
+def found_in(_, folder: Path, fields: dict, parts: tuple[str, ...]) -> dict:
+    """What these parts find; `fields`: of every run but the counted ones."""
     DistTrainingArguments(output_dir=str(folder / "none"), use_cpu=True, report_to=[])  # makes the process group
     base = folder / "base"
     if rank() == 0:  # (1)
@@ -398,11 +391,4 @@ def main() -> None:
         "drawn": lambda: drawn(folder / "drawn", **fields),
         "said": lambda: refusals(base, folder),
     }  # fmt: skip
-    found = {name: run() for name, run in everything.items() if parts & {name, "all"}}
-    if rank() == 0:
-        (folder / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
-    leave_together()
+    return {name: everything[name]() for name in parts}

@@ -30,7 +30,7 @@ from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.nonfinite_worker import InfiniteClassifier
-from tests.distributed.trainer_worker import SMALL
+from tests.distributed.test_trainer import SMALL
 from tests.launching import leave_together
 from tests.parity.exactness_worker import BATCH, Case, build_model, collate, reference_gradients
 

@@ -166,6 +166,21 @@ def launch(preset: str, num_processes: int, main: Callable[[], None], *arguments
         Run("single" if preset == "python" else f"{preset}@{num_processes}", Path(folder, "log"), target).result()
 
 
+def look(preset: str, num_processes: int, function: Callable[..., dict], *arguments: object) -> dict:
+    """What a function of an empty folder that all processes share returns on the first of them, under a preset."""
+
+    def target(say) -> str:
+        signal.alarm(600)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        found = json.dumps(function(Path(folder), *arguments))
+        leave_together()
+        return found
+
+    with TemporaryDirectory() as folder:
+        mode = "single" if preset == "python" else f"{preset}@{num_processes}"
+        return json.loads(Run(mode, Path(folder, "log"), target).result())
+
+
 def run_python(source: Path | str | Callable[[], None], *words: object, cwd: Path = ROOT, code: int = 0) -> str:
     """What Python says that runs a script, a function or, as with `-c`, a string, and ends with this exit code."""
 

@@ -1,13 +1,8 @@
 """Rank 1 alone has a loss that is not finite in the third of five steps, or embeddings that differ when they are
-encoded again: what every rank's weights do.
-
-accelerate launch --config_file configs/accelerate/multi_gpu_fsdp.yaml tests/distributed/nonfinite_worker.py --output f
-"""
+encoded again: what every rank's weights do."""
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -18,7 +13,7 @@ from hf_dist_ext.errors import RunError
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.distributed.trainer_worker import SMALL, contrastive_trainer, weights_of
+from tests.distributed.test_trainer import SMALL, contrastive_trainer, weights_of
 
 BAD_STEP = 3
 
@@ -83,10 +78,10 @@ def moves(trainer: DistTrainer, ends: bool) -> dict:
     }
 
 
-def look(output: Path) -> None:
-    contrastive = contrastive_trainer(output.parent / "a", max_steps=5, save_strategy="no", logging_steps=1)
+def found_by_ranks(_, folder: Path) -> list[dict]:
+    contrastive = contrastive_trainer(folder / "a", max_steps=5, save_strategy="no", logging_steps=1)
     contrastive.loss = InfiniteOnRankOne()
-    drifting = contrastive_trainer(output.parent / "c", max_steps=5, save_strategy="no")
+    drifting = contrastive_trainer(folder / "c", max_steps=5, save_strategy="no")
     if rank() == 1:
         calls: list[int] = []
         drifting.model.projection.linear.register_forward_hook(
@@ -95,21 +90,8 @@ def look(output: Path) -> None:
     found = {
         "contrastive": moves(contrastive, ends=False),
         "drifting": moves(drifting, ends=True),
-        "own loss": moves(classifier(output.parent / "b", max_nonfinite_steps=2, save_steps=1), ends=True),
+        "own loss": moves(classifier(folder / "b", max_nonfinite_steps=2, save_steps=1), ends=True),
     }
     everyone: list = [None, None]
     torch.distributed.all_gather_object(everyone, found)
-    if rank() == 0:
-        output.write_text(json.dumps(everyone))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output", required=True)
-    look(Path(parser.parse_args().output))  # its trainers are gone before the group is
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return everyone

@@ -14,8 +14,6 @@ copies shard their stages (FSDP2). Resumed, saved, evaluated, counted; and what 
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -44,7 +42,6 @@ from hf_dist_ext.strategies.tensors import bare_optimizer, gathered, held_here
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.tensor_parallel_worker import DrawsByRank, collate, collate_repeated, largest_difference
-from tests.launching import leave_together
 from tests.tiny_models import CHECKPOINTING, embed, embedding_model, loaded, model_config
 
 ROWS, BATCH, LAYERS = 36, 6, 6
@@ -477,13 +474,8 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
     return everyone(found)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--fields", type=json.loads, default={}, help="JSON: of every run but those of schedules")
-    parser.add_argument("--only", nargs="+")
-    options = parser.parse_args()
-    folder, fields = options.folder, options.fields
+def found_in(_, folder: Path, fields: dict, only: list[str]) -> dict:
+    """What these parts find; `fields`: of every run but those of schedules."""
     DistTrainingArguments(output_dir=str(folder / "none"), use_cpu=True, report_to=[])  # makes the process group
     base = folder / "base"
     if rank() == 0:  # (1)
@@ -519,11 +511,4 @@ def main() -> None:
         "whole weights only": lambda: takes_weights(base, folder / "run"),
         "said": lambda: refusals(base, folder),
     }
-    found = {name: parts[name]() for name in options.only or parts}
-    if rank() == 0:
-        (folder / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
-    leave_together()
+    return {name: parts[name]() for name in only}

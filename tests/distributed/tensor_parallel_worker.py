@@ -1,7 +1,4 @@
-r"""Runs of DistTrainer under tensor parallelism, in groups of two: resumed, saved, evaluated; and what is refused.
-
-    accelerate launch --config_file configs/accelerate/multi_gpu_tp.yaml --num_processes 2 \
-        tests/distributed/tensor_parallel_worker.py FOLDER
+"""Runs of DistTrainer under tensor parallelism, in groups of two: resumed, saved, evaluated; and what is refused.
 
 (1) a folder with a small Qwen3, by the first process
 (2) four steps with a checkpoint after the second, and from that checkpoint again; with frozen parts too
@@ -11,7 +8,6 @@ r"""Runs of DistTrainer under tensor parallelism, in groups of two: resumed, sav
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -34,7 +30,6 @@ from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.tensors import gathered, held_here
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.launching import leave_together
 from tests.tiny_models import around, embed, embedding_model, loaded, model_config
 
 ROWS, BATCH = 36, 4
@@ -237,28 +232,18 @@ def upstream(base: Path) -> dict[str, float]:
     return differences
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+def all_cases(folder: Path) -> dict:
     DistTrainingArguments(output_dir=str(folder / "none"), use_cpu=True, report_to=[])  # makes the process group
     base = folder / "base"
     if rank() == 0:  # (1)
         save_base(base)
     dist.barrier()
-    groups = launched.processes() // launched.mesh_size("tp")
-    found = {"groups": groups, "resumed": resumed(base, folder / "run")}
-    found["frozen"] = resumed(base, folder / "frozen", frozen_modules=["embed_tokens", "layers.0"])
-    found["adapters"] = resumed(base, folder / "adapters", adapters=LORA)
-    found["encoders"] = encoders(folder)
-    found["evaluation"] = evaluated(base, folder / "eval")
-    found["said"] = refusals(base, folder)
-    if groups == 1:
-        found["upstream"] = upstream(base)
-    if rank() == 0:
-        (folder / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
-    leave_together()
+    return {
+        "resumed": resumed(base, folder / "run"),
+        "frozen": resumed(base, folder / "frozen", frozen_modules=["embed_tokens", "layers.0"]),
+        "adapters": resumed(base, folder / "adapters", adapters=LORA),
+        "encoders": encoders(folder),
+        "evaluation": evaluated(base, folder / "eval"),
+        "said": refusals(base, folder),
+        "upstream": upstream(base) if launched.processes() == launched.mesh_size("tp") else {},
+    }

@@ -3,7 +3,6 @@ copies that shard their stages (FSDP2): gradients against naive lines, runs agai
 holds, resumed runs, folders, and what is refused. Stages alone are in tests/strategies."""
 
 import functools
-import json
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +13,7 @@ import torch
 from hf_dist_ext import policy
 from hf_dist_ext.strategies.pipeline import schedules
 from tests.distributed import causal_pipeline_worker as worker
-from tests.distributed.forked import launch
+from tests.distributed.forked import look
 from tests.parity import causal_worker
 from tests.parity.exactness_table import LAYOUTS, MESHES, PIPELINES, measure_causal
 from tests.tiny_models import needs_tensor_parallelism
@@ -60,19 +59,15 @@ OF_TWO = (*schedules.SCHEDULES, "adapters, head", "streamed", "said", *OF_FOUR)
 
 
 @functools.cache
-def folder(layout: str, parts: tuple[str, ...]) -> TemporaryDirectory:
-    """Of these runs of the worker."""
+def runs(layout: str, parts: tuple[str, ...]) -> tuple[TemporaryDirectory, dict]:
+    """The folder of these runs of the worker, and what they found."""
     (preset, processes, fields), made = RUNS[layout], TemporaryDirectory()
-    launch(preset, processes, worker.main, made.name, "--parts", *parts, "--fields", json.dumps(fields))
-    if "compared" in parts and layout in ALONE:
-        launch("python", 1, worker.main, made.name, "--parts", "alone")
-    return made
+    return made, look(preset, processes, worker.found_in, Path(made.name), fields, parts)
 
 
-def found(layout: str = "PP 2", *parts: str, file: str = "found") -> dict:
+def found(layout: str = "PP 2", *parts: str) -> dict:
     """`parts`: none means all of the slow tier."""
-    parts = parts or (OF_TWO if layout == "PP 2" else OF_FOUR)
-    return json.loads(Path(folder(layout, parts).name, f"{file}.json").read_text())
+    return runs(layout, parts or (OF_TWO if layout == "PP 2" else OF_FOUR))[1]
 
 
 def in_layouts(names: str, *cases: tuple) -> pytest.MarkDecorator:
@@ -86,7 +81,9 @@ in_all = in_layouts("layout", *zip(RUNS))
 @slow
 @in_layouts("layout", *zip(ALONE))
 def test_a_run_is_that_of_one_process(layout):
-    ours, alone = found(layout)["compared"], found(layout, file="alone")
+    parts = OF_TWO if layout == "PP 2" else OF_FOUR
+    folder = Path(runs(layout, parts)[0].name)
+    ours, alone = found(layout)["compared"], look("python", 1, worker.found_alone, folder)
     for name in ("eval_loss", "eval_target"):
         assert abs(alone["evaluation"][name]) > 0.01
         assert ours["evaluation"][name] == pytest.approx(alone["evaluation"][name], rel=1e-9)
@@ -95,8 +92,7 @@ def test_a_run_is_that_of_one_process(layout):
     assert len(ours["losses"]) == 4
     for mine, theirs in zip(ours["losses"], alone["losses"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6)  # Trainer adds losses up in float32
-    parts = OF_TWO if layout == "PP 2" else OF_FOUR
-    mine, theirs = (torch.load(Path(folder(layout, parts).name, of, "weights.pt")) for of in ("compared", "alone"))
+    mine, theirs = (torch.load(folder / of / "weights.pt") for of in ("compared", "alone"))
     start = causal_worker.build(causal_worker.Case("tied", config=causal_worker.TIED)).state_dict()
     assert mine.keys() == theirs.keys()
     for name, weight in theirs.items():

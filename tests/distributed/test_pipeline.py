@@ -28,7 +28,7 @@ from hf_dist_ext.strategies.pipeline import schedules
 from hf_dist_ext.strategies.pipeline.strategy import Pipeline
 from hf_dist_ext.tasks import trace
 from tests.distributed import pipeline_worker as worker
-from tests.distributed.forked import by_launch, launch, train_under_preset
+from tests.distributed.forked import by_launch, look, train_under_preset
 from tests.parity.exactness_table import LAYOUTS, MESHES, PIPELINE_CASES, PIPELINES, measure_mesh, measure_pipeline
 from tests.tiny_models import loaded, needs_tensor_parallelism, tiny_pairs
 
@@ -100,19 +100,18 @@ OF_TWO = [*schedules.SCHEDULES, "bf16", *OF_FOUR, "again", "weights_only", "whol
 
 
 @functools.cache
-def folder(layout: str = "PP 2") -> TemporaryDirectory:
-    """Of the runs of the worker."""
+def runs(layout: str) -> tuple[TemporaryDirectory, dict]:
+    """The folder of the runs of the worker, and what they found."""
     preset, processes, fields, _ = PRESETS[layout]
     fields, made = {"pipeline_parallel_size": 2} | fields, TemporaryDirectory()
     if "SHARD_GRAD_OP" in fields.values():
         fields["pipeline_schedule"] = "zero_bubble_v"
     only = ["counted"] if layout == COPIES else {2: OF_TWO, 4: OF_FOUR, 8: OF_EIGHT}[processes]
-    launch(preset, processes, worker.main, made.name, "--fields", json.dumps(fields), "--only", *only)
-    return made
+    return made, look(preset, processes, worker.found_in, Path(made.name), fields, only)
 
 
 def found(layout: str = "PP 2") -> dict:
-    return json.loads(Path(folder(layout).name, "found.json").read_text())
+    return runs(layout)[1]
 
 
 def name_of(layout: str) -> str:
@@ -276,7 +275,7 @@ def test_a_checkpoint_is_read_by_processes_that_have_other_stages(layout):
 
 @in_all
 def test_one_process_goes_on_from_the_weights_of_a_checkpoint(layout, tmp_path):
-    base, checkpoint = (Path(folder(layout).name, *parts) for parts in (("base",), ("run", "checkpoint-4")))
+    base, checkpoint = (Path(runs(layout)[0].name, *parts) for parts in (("base",), ("run", "checkpoint-4")))
     worker.check_one_process_goes_on(base, checkpoint, tmp_path, name_of(layout))
 
 

@@ -2,8 +2,6 @@
 
 import json
 import signal
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.rows import GatheredColumns, Rows, row_weight
-from tests.distributed.forked import Run, launch
+from tests.distributed.forked import Run, look
 from tests.engine.test_losses import make_columns
 from tests.parity import exactness_worker
 
@@ -101,9 +99,6 @@ def test_every_block_is_sent_once_round_and_gradients_are_those_of_the_gather(tm
 def test_cached_gradients_are_the_full_batch_gradients_when_candidates_go_round(preset, processes):
     names = [case.name for case in exactness_worker.CASES if case.name.startswith("in a ring")]
     assert len(names) == 4
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "errors.json")
-        launch(preset, processes, exactness_worker.main, "--output", output, "--names", *names)
-        errors = json.loads(output.read_text())
+    errors = look(preset, processes, exactness_worker.errors_of, {}, names)
     assert {name: found for name, found in errors.items() if not found["error"] <= 1e-10} == {}
     assert set(errors) == set(names)

@@ -18,7 +18,7 @@ from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, missing_from_ch
 from hf_dist_ext.run.lease import NAME as LEASE
 from hf_dist_ext.run.preemption import MARK, REQUEUE
 from tests.distributed import failing_worker, nonfinite_worker
-from tests.distributed.forked import Run, launch, run_python
+from tests.distributed.forked import Run, look, run_python
 from tests.distributed.memory_worker import statuses
 from tests.distributed.test_elastic import free_port
 from tests.launching import PRESETS, ROOT, environment
@@ -327,8 +327,7 @@ def check_who_was_where(text: str) -> None:
 
 @pytest.mark.parametrize("preset", ["multi_gpu_fsdp", pytest.param("multi_gpu_ddp", marks=pytest.mark.slow)])
 def test_a_loss_that_is_infinite_on_one_rank_skips_the_update_on_all(tmp_path, preset):
-    launch(preset, 2, nonfinite_worker.main, "--output", tmp_path / "found.json")
-    first, second = json.loads((tmp_path / "found.json").read_text())
+    first, second = look(preset, 2, nonfinite_worker.found_by_ranks, tmp_path)
     assert first == second
     counted = [True, True, False, True, True]
     assert first["contrastive"] == {"moved": [True, False, True, True], "total": 1, "counted": counted, "message": ""}

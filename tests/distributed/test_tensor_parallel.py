@@ -4,15 +4,12 @@ Gradients are in tests/parity/test_exactness.py ("TP 2" and "TP 2 x FSDP 2"); wh
 """
 
 import functools
-import json
 import re
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
 from tests.distributed import tensor_parallel_worker as worker
-from tests.distributed.forked import by_launch, launch, train_under_preset
+from tests.distributed.forked import by_launch, look, train_under_preset
 from tests.tiny_models import loaded, needs_tensor_parallelism, tiny_pairs
 
 CONFIG = {
@@ -26,9 +23,7 @@ GROUPS = [1, pytest.param(2, marks=pytest.mark.slow)]  # of two processes each; 
 
 @functools.cache
 def found(groups: int) -> dict:
-    with TemporaryDirectory() as name:
-        launch("multi_gpu_tp", 2 * groups, worker.main, name)
-        return json.loads(Path(name, "found.json").read_text())
+    return look("multi_gpu_tp", 2 * groups, worker.all_cases)
 
 
 @pytest.mark.parametrize("kind", ["resumed", "frozen", "adapters"])

@@ -9,9 +9,8 @@ against naive lines of one process over the rows of all of them.
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +26,6 @@ from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.tensors import gathered
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.launching import leave_together
 from tests.tiny_models import CHECKPOINTING
 
 BATCH, WIDTH, LAYERS, LEARNING_RATE, SMOOTHING = 6, 14, 6, 0.1, 0.2
@@ -273,29 +271,15 @@ def measure(case: Case) -> float:
     return worst
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output", required=True)
-    parser.add_argument("--arguments", type=json.loads, required=True, help="JSON: put over every case's own")
-    parser.add_argument("--names", nargs="*", help="these cases alone")
-    options = parser.parse_args()
+def errors_of(_, arguments: dict, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Case -> error and bound, of these cases or of all; `arguments` are put over every case's own."""
     global pipeline_size
-    pipeline_size = options.arguments["pipeline_parallel_size"] * launched.mesh_size("tp")
+    pipeline_size = arguments["pipeline_parallel_size"] * launched.mesh_size("tp")
     errors = {}
     for case in CASES:
-        if options.names and case.name not in options.names:
-            continue
-        case.arguments |= options.arguments
-        own = torch.tensor(measure(case), dtype=torch.float64)
-        dist.all_reduce(own, op=dist.ReduceOp.MAX)
-        errors[case.name] = {"error": own.item(), "tolerance": case.tolerance}
-        if rank() == 0:
-            print(f"{case.name:60s} {own.item():.1e}", flush=True)
-    if rank() == 0:
-        with open(options.output, "w") as file:
-            json.dump(errors, file)
-
-
-if __name__ == "__main__":
-    main()
-    leave_together()
+        if not names or case.name in names:
+            case.arguments |= arguments
+            own = torch.tensor(measure(case), dtype=torch.float64)
+            dist.all_reduce(own, op=dist.ReduceOp.MAX)
+            errors[case.name] = {"error": own.item(), "tolerance": case.tolerance}
+    return errors

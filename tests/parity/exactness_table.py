@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hf_dist_ext.policy import CUT_BACKWARDS, stages_per_rank  # noqa: E402
 from hf_dist_ext.strategies.pipeline.schedules import SCHEDULES  # noqa: E402
-from tests.distributed.forked import launch  # noqa: E402
+from tests.distributed.forked import look  # noqa: E402
 from tests.parity import causal_worker, exactness_worker  # noqa: E402
 
 RUNS = {"single": ("python", 1), "DDP 2": ("multi_gpu_ddp", 2), "DDP 3": ("multi_gpu_ddp", 3), "FSDP2 2": ("multi_gpu_fsdp", 2), "HSDP 2x2": ("multi_gpu_hsdp", 4), "TP 2": ("multi_gpu_tp", 2), "TP 2 x FSDP 2": ("multi_gpu_tp", 4)}  # fmt: skip  # noqa: E501
@@ -72,13 +71,7 @@ def measure_mesh(run: str, *names: str) -> dict[str, dict[str, float]]:
     preset, processes, arguments, cases = LAYOUTS[layout]
     more = {"pipeline_parallel_size": 2, "pipeline_schedule": schedule}
     rows = ["ranks with different row counts"] * (cases is PIPELINE_CASES)
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "errors.json"
-        launch(
-            preset, processes, exactness_worker.main, "--output", output, "--layers", 6, "--arguments",
-            json.dumps(arguments | more), "--names", *(names or [*cases, *rows]),
-        )  # fmt: skip
-        return json.loads(output.read_text())
+    return look(preset, processes, exactness_worker.errors_of, arguments | more, names or [*cases, *rows], 6)
 
 
 def measure_pipeline(run: str, *names: str) -> dict[str, dict[str, float]]:
@@ -86,13 +79,7 @@ def measure_pipeline(run: str, *names: str) -> dict[str, dict[str, float]]:
     processes, size, schedule, per_rank = PIPELINES[run]
     arguments = {"pipeline_parallel_size": size, "pipeline_schedule": schedule, "pipeline_stages_per_rank": per_rank}
     names = names or PIPELINE_CASES + ["ranks with different row counts"] * (processes > size)
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "errors.json"
-        launch(
-            "multi_gpu_pp", processes, exactness_worker.main, "--output", output, "--layers", 6, "--arguments",
-            json.dumps(arguments), "--names", *names,
-        )  # fmt: skip
-        return json.loads(output.read_text())
+    return look("multi_gpu_pp", processes, exactness_worker.errors_of, arguments, names, 6)
 
 
 def measure_causal(run: str, *names: str) -> dict[str, dict[str, float]]:
@@ -103,24 +90,12 @@ def measure_causal(run: str, *names: str) -> dict[str, dict[str, float]]:
         layout, schedule = MESHES[run]
         (preset, processes, arguments, _), size, per_rank = LAYOUTS[layout], 2, None
     pipeline = {"pipeline_parallel_size": size, "pipeline_schedule": schedule, "pipeline_stages_per_rank": per_rank}
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "errors.json"
-        launch(
-            preset, processes, causal_worker.main, "--output", output, "--arguments",
-            json.dumps(arguments | pipeline), "--names", *names,
-        )  # fmt: skip
-        return json.loads(output.read_text())
+    return look(preset, processes, causal_worker.errors_of, arguments | pipeline, names)
 
 
 def measure(run: str, *names: str) -> dict[str, dict[str, float]]:
     """Case name -> {"error", "tolerance"} of one way of running: of all its cases, or of these."""
-    preset, num_processes = RUNS[run]
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "errors.json"
-        launch(
-            preset, num_processes, exactness_worker.main, "--output", output, *(["--names", *names] if names else [])
-        )
-        return json.loads(output.read_text())
+    return look(*RUNS[run], exactness_worker.errors_of, {}, names)
 
 
 def column(run: str, rows: list[str]) -> dict[str, dict[str, float]]:

@@ -15,7 +15,9 @@ import argparse
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from peft import LoraConfig
@@ -630,33 +632,34 @@ def runs_here(case: Case, is_fsdp: bool) -> bool:
     return world in case.worlds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output", required=True)
-    parser.add_argument("--only", help="cases whose name holds this")
-    parser.add_argument("--names", nargs="+", help="exactly these cases, whatever way of running they are listed for")
-    parser.add_argument("--arguments", type=json.loads, default={}, help="JSON: arguments put over every case's own")
-    parser.add_argument("--layers", type=int, help="of every model")
-    options = parser.parse_args()
+def errors_of(_, arguments: dict, names: Sequence[str] = (), layers: int | None = None) -> dict[str, dict[str, float]]:
+    """Case -> error and bound, of all cases of this way of running or exactly of `names`, whatever way they are listed
+    for. `arguments` are put over every case's own; `layers` are those of every model."""
     global pipeline_size
-    pipeline_size = options.arguments.get("pipeline_parallel_size", 1)
-    for config in (BERT, *DECODERS.values()) if options.layers else ():
-        config["num_hidden_layers"] = options.layers
+    pipeline_size = arguments.get("pipeline_parallel_size", 1)
+    for config in (BERT, *DECODERS.values()) if layers else ():
+        config["num_hidden_layers"] = layers
     is_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     errors = {}
     for case in CASES:
-        is_wanted = case.name in options.names if options.names else runs_here(case, is_fsdp)
-        if not is_wanted or (options.only and options.only not in case.name):
-            continue
-        case.arguments |= options.arguments
-        own = torch.tensor(measure(case), dtype=torch.float64)
-        if launched.processes() > 1:
-            torch.distributed.all_reduce(own, op=torch.distributed.ReduceOp.MAX)
-        errors[case.name] = {"error": own.item(), "tolerance": case.tolerance}
-        if rank() == 0:
-            print(f"{case.name:45s} {own.item():.1e}", flush=True)
-            with open(options.output, "w") as file:
-                json.dump(errors, file)
+        if case.name in names if names else runs_here(case, is_fsdp):
+            case.arguments |= arguments
+            own = torch.tensor(measure(case), dtype=torch.float64)
+            if launched.processes() > 1:
+                torch.distributed.all_reduce(own, op=torch.distributed.ReduceOp.MAX)
+            errors[case.name] = {"error": own.item(), "tolerance": case.tolerance}
+    return errors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--names", nargs="+", default=[])
+    parser.add_argument("--arguments", type=json.loads, default={})
+    options = parser.parse_args()
+    errors = errors_of(None, options.arguments, options.names)
+    if rank() == 0:
+        Path(options.output).write_text(json.dumps(errors))
     leave_together()
 
 
