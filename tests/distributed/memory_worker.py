@@ -1,6 +1,4 @@
-r"""Runs of two processes of which rank 1 runs out of memory at one place of step 3, beside runs in which nothing does.
-
-    python tests/distributed/memory_worker.py --mode ddp --output found.json
+"""Runs of two processes of which rank 1 runs out of memory at one place of step 3, beside runs in which nothing does.
 
 The processes are forked, talk over gloo, and have no launcher that would end one because of the other. A model of six
 layers with a config: chunks without a graph are wider than those with one, and FSDP has several units.
@@ -8,14 +6,13 @@ layers with a config: chunks without a graph are wider than those with one, and 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
@@ -23,7 +20,7 @@ from hf_dist_ext.engine.budget import ChunkBudget
 from hf_dist_ext.errors import RunError
 from hf_dist_ext.strategies.collectives import leave_together, rank, world_size
 from hf_dist_ext.training.out_of_memory import FILE, LAST, REPLAY
-from tests.distributed.forked import MODES, Run
+from tests.distributed.forked import Run
 from tests.engine.test_budget import Formula
 from tests.training.test_out_of_memory import six_layers, weights
 from tests.training.test_trainer import Tiny, trainer
@@ -167,31 +164,18 @@ def lacks(mode: str, kind: str, folder: Path, expected: torch.Tensor, place: str
     return found
 
 
-def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--mode", choices=MODES, required=True)
-    parser.add_argument("--kind", choices=["speed", "memory"], default="speed", help="of FSDP")
-    parser.add_argument("--places", nargs="+", default=PLACES)
-    parser.add_argument("--fill_memory", choices=["chunk", "graphs"], help="with a chunk alone, or kept graphs too")
-    parser.add_argument("--output", required=True)
-    options = parser.parse_args(words)
-    with TemporaryDirectory() as folder:
-        if options.fill_memory:
-            fill = partial(fill_memory, folder=Path(folder, "out"), keeps_graphs=options.fill_memory == "graphs")
-            found = Run(options.mode, Path(folder, "log"), fill).result()
-            Path(options.output).write_text(found)
-            return
-        whole = Path(folder, "whole")
-        whole.mkdir()
-        Run(options.mode, whole / "log", partial(train, folder=whole, mode=options.kind)).result()
-        expected, found = torch.load(whole / "weights.pt"), {}
-        for number, place in enumerate(options.places):
-            resumes = place in RESUMED
-            short = Path(folder, f"short{number}")
-            found[place] = lacks(options.mode, options.kind, short, expected, place, resumes)
-            print(place, found[place], flush=True)
-    Path(options.output).write_text(json.dumps(found))
+def with_lacks(mode: str, folder: Path, places: Sequence[str], kind: str = "speed") -> dict[str, dict]:
+    """Place -> what happens where memory runs out there; `kind` is of FSDP."""
+    whole = folder / "whole"
+    whole.mkdir()
+    Run(mode, whole / "log", partial(train, folder=whole, mode=kind)).result()
+    expected = torch.load(whole / "weights.pt")
+    return {
+        place: lacks(mode, kind, folder / f"short{number}", expected, place, place in RESUMED)
+        for number, place in enumerate(places)
+    }
 
 
-if __name__ == "__main__":
-    main()
+def filled(mode: str, folder: Path, keeps_graphs: bool) -> dict:
+    fill = partial(fill_memory, folder=folder / "out", keeps_graphs=keeps_graphs)
+    return json.loads(Run(mode, folder / "log", fill).result())

@@ -1,35 +1,23 @@
 """Memory that runs out on one of two processes: all end with the cause, and a resume goes on with smaller chunks."""
 
-import json
-from pathlib import Path
-
 import pytest
 
-from tests.distributed import memory_worker
-from tests.distributed.memory_worker import PLACES
-
-
-def worker(folder: Path, mode: str, *options: str) -> dict:
-    output = folder / "found.json"
-    memory_worker.main(["--mode", mode, "--output", str(output), *options])
-    return json.loads(output.read_text())
-
+from tests.distributed.memory_worker import PLACES, filled, with_lacks
 
 # Where FSDP gathers and reduces; the gather of the loss is DDP's.
 OF_FSDP = ("pass 1", "replay", "reducing backward")
 
 
 @pytest.mark.parametrize(
-    "mode, places, options",
+    "mode, places, kind",
     [
-        ("ddp", PLACES, ()), ("fsdp-full", OF_FSDP, ()),
-        pytest.param("fsdp-full", PLACES, (), marks=pytest.mark.slow),
-        pytest.param("fsdp-full", PLACES, ("--kind", "memory"), marks=pytest.mark.slow),
+        ("ddp", PLACES, "speed"), ("fsdp-full", OF_FSDP, "speed"),
+        pytest.param("fsdp-full", PLACES, "speed", marks=pytest.mark.slow),
+        pytest.param("fsdp-full", PLACES, "memory", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_all_ranks_end_with_the_cause_wherever_one_runs_out_of_memory(tmp_path, mode, places, options):
-    found = worker(tmp_path, mode, "--places", *places, *options)
-    assert set(found) == set(places)
+def test_all_ranks_end_with_the_cause_wherever_one_runs_out_of_memory(tmp_path, mode, places, kind):
+    found = with_lacks(mode, tmp_path, places, kind)
     for place, run in found.items():
         assert run["codes"] == [1, 1], (place, run)
         assert len(run["errors"]) == 2 and len(set(run["errors"])) == 1, (place, run)
@@ -43,14 +31,14 @@ def test_all_ranks_end_with_the_cause_wherever_one_runs_out_of_memory(tmp_path, 
 
 
 def test_ranks_whose_forwards_are_their_own_find_a_size_that_fits_all_of_them(tmp_path):
-    run = worker(tmp_path, "ddp", "--places", "first step")["first step"]
+    run = with_lacks("ddp", tmp_path, ["first step"])["first step"]
     assert run["codes"] == [0, 0] and run["stored"]["chunk_halvings"] == 1, run
     assert run["difference"] < 1e-6
 
 
 @pytest.mark.parametrize("mode", ["single", "fsdp-full"])
 def test_an_automatic_chunk_takes_what_the_device_has_left(tmp_path, mode):
-    found = worker(tmp_path, mode, "--fill_memory", "chunk")
+    found = filled(mode, tmp_path, keeps_graphs=False)
     assert 0.85 * found["free"] < found["used"] <= found["free"], found
     assert found["weights"] == (3328 if mode == "single" else 1664), "of a model that two processes share, half"
     assert found["state"] >= 2 * found["weights"] and found["steps"] >= 3 and found["kept"] == 0
@@ -58,7 +46,7 @@ def test_an_automatic_chunk_takes_what_the_device_has_left(tmp_path, mode):
 
 @pytest.mark.parametrize("mode", ["single", pytest.param("fsdp-full", marks=pytest.mark.slow)])
 def test_kept_graphs_fill_what_chunk_gradients_and_loss_leave(tmp_path, mode):
-    found = worker(tmp_path, mode, "--fill_memory", "graphs")
+    found = filled(mode, tmp_path, keeps_graphs=True)
     assert found["free"] - found["graph"] < found["used"] <= found["free"], found
     assert found["kept"] >= 2 and found["loss"] > found["graph"] / 2, "it would be another number without the loss"
     assert found["logged"] == found["kept"]

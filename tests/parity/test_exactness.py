@@ -4,12 +4,8 @@ One process and two that split layers have all their cases by default. Of other 
 are run by default, and the whole with -m slow.
 """
 
-import json
-
 import pytest
 
-from tests.launching import launch
-from tests.parity import exactness_worker
 from tests.parity.exactness_table import RUNS, measure
 from tests.tiny_models import needs_tensor_parallelism
 
@@ -60,15 +56,6 @@ def check(errors: dict) -> None:
 def test_cached_gradients_are_the_full_batch_gradients(run):
     errors = measure(run)
     assert len(errors) >= {"HSDP 2x2": 9, "TP 2": 6, "TP 2 x FSDP 2": 7}.get(run, 25), "cases went missing"
-    check(errors)
-
-
-@pytest.mark.slow
-def test_so_they_are_in_copies_of_groups_in_a_real_launch(tmp_path):
-    output = tmp_path / "errors.json"
-    launch("multi_gpu_hsdp", 4, exactness_worker.__file__, "--output", output, "--names", *SENTINELS["HSDP 2x2"])
-    errors = json.loads(output.read_text())
-    assert set(errors) == set(SENTINELS["HSDP 2x2"])
     check(errors)
 
 
