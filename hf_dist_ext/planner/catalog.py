@@ -91,7 +91,6 @@ STRATEGIES = (
 )
 
 TENSOR_PARALLEL_GROUP = 2  # of the presets multi_gpu_tp and multi_gpu_3d
-OF_FSDP = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")  # fields
 PIPELINE_PRESETS = ("multi_gpu_pp", "multi_gpu_3d")  # of whole layers, of layers that are split too
 
 
@@ -191,7 +190,7 @@ def refusal(strategy: StrategySpec, work: Workload, hardware: Hardware) -> str:
     if strategy.pipeline is not None and sharding not in (None, "NO_SHARD"):
         return _stages_not_sharded(strategy.pipeline, work, hardware)
     if not is_fsdp(strategy):
-        given = [name for name in OF_FSDP if work.given.get(name) is not None]
+        given = [name for name in policy.FSDP_FIELDS if work.given.get(name) is not None]
         alone = [name for name in given if not (name == "sharding" and sharding == "NO_SHARD")]
         return f"{alone[0]} has no meaning without FSDP" if alone else ""
     if sharding == "NO_SHARD":

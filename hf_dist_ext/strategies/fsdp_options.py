@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from hf_dist_ext import launched
+from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
 
-KNOBS = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")
 FROZEN_PARTS = "frozen parts"  # what the preset multi_gpu_fsdp_frozen_replicated writes where accelerate takes a regex
 
 
@@ -28,7 +27,7 @@ def check(args: Any) -> None:
     """Rules between the fields. Raises UsageError."""
     if args.sharding_group_size is not None and args.sharding != "HYBRID_SHARD":
         raise UsageError(f'sharding_group_size={args.sharding_group_size} needs "sharding": "HYBRID_SHARD".')
-    if args.sharding == "NO_SHARD" and (others := [n for n in KNOBS[1:] if getattr(args, n) is not None]):
+    if args.sharding == "NO_SHARD" and (others := [n for n in policy.FSDP_FIELDS[1:] if getattr(args, n) is not None]):
         raise UsageError(f'sharding="NO_SHARD" leaves nothing for {others[0]} to act on. Keep one of them.')
     wanted = {"FULL_SHARD": "memory", "SHARD_GRAD_OP": "speed"}.get(args.sharding)
     if wanted and args.gradient_cache_fsdp not in ("auto", wanted):
@@ -63,7 +62,7 @@ def options(args: Any, plugin: Any) -> dict[str, Any]:
     Raises:
         UsageError: a knob that has no meaning here.
     """
-    given = {name: getattr(args, name) for name in KNOBS if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in policy.FSDP_FIELDS if getattr(args, name) is not None}
     is_fsdp = plugin is not None or launched.uses_fsdp()
     if not given or not is_fsdp:
         _refuse_without_fsdp(given)

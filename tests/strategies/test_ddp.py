@@ -10,11 +10,14 @@ import torch
 from accelerate.utils import DistributedDataParallelKwargs
 from transformers import set_seed
 
+from hf_dist_ext import policy
 from hf_dist_ext.checkpoints import resume
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.planner.pipelines import NOT_IN_PIPELINES
 from hf_dist_ext.strategies import collectives, ddp, sparse
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.ddp import DDP
+from hf_dist_ext.strategies.pipeline import options
 from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.training import learning_rate
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -43,6 +46,15 @@ def arguments(tmp_path, **more) -> DistTrainingArguments:
 def test_contradictions_are_refused(tmp_path, given, words):
     with pytest.raises(UsageError, match=words):
         arguments(tmp_path, **given)
+
+
+@pytest.mark.parametrize("field", policy.FSDP_FIELDS[1:])
+def test_a_pipeline_and_its_plan_refuse_what_only_fsdp_reads(field, tmp_path):
+    args = arguments(tmp_path, gradient_cache_chunk_size=4)
+    setattr(args, field, 1)
+    with pytest.raises(UsageError, match=f"a pipeline does not go with {field}=1"):
+        options._check_rest(args)
+    assert field in NOT_IN_PIPELINES
 
 
 @pytest.mark.parametrize("hook", ["power_sgd", "top_k", "random_k"])

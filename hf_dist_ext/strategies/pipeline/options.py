@@ -98,7 +98,7 @@ def _check_rest(args: Any) -> None:
     }
     refused |= {
         f"{name}={getattr(args, name)!r}": getattr(args, name) is not None
-        for name in ("ddp_comm_hook", "reduce_dtype", "cpu_offload", "min_num_params")
+        for name in ("ddp_comm_hook", *policy.FSDP_FIELDS[1:])
     } | {
         f"{name}_size above 1 in the parallelism_config": launched.mesh_size(name) > 1
         for name in ("dp_shard", "dp_replicate")
