@@ -1,16 +1,16 @@
 """Rows, their order, and the batches made of them.
 
 `load.py` opens a dataset: `columns.py` gives its columns our names, `row_check.py` looks at every row, `hold_out.py`
-takes evaluation rows from the training split. `conversations.py` and `image_files.py` read rows with pictures
-(`text_with_image.py`: beside a text); `code_search.py`, `digits.py` and `glyphs.py` are the datasets that need no
-download. `order.py`, `sampling.py` and `stream_order.py` (with `stream_readers.py`) put rows in order, `position.py`
-finds the place in that order at a resume. `row_ids.py` numbers texts that may not share a batch, in files of
-`kept_files.py`. `mixture.py` holds several datasets, and `fingerprint.py` finds out whether the data are the same.
-`collator.py` has what all collators share: `sentence_collator.py` makes batches by a tokenizer or the `preprocess` of
-a SentenceTransformer, `image_text_collator.py` those of conversations. `tokens.py` holds texts' tokens before they are
-padded, and `tokenized.py` makes them once for a run that reads its rows again. `evaluations.py` reads the corpora and
-rows that a run is judged by. `bad_rows.py` and `storage.py` deal with rows and files that can not be read, and
-`encoding.py` with files that are not UTF-8.
+takes evaluation rows from the training split. `conversations.py` and `image_files.py` read rows with pictures;
+`code_search.py`, `digits.py` and `glyphs.py` are the datasets that need no download. `order.py`, `sampling.py` and
+`stream_order.py` (with `stream_readers.py`) put rows in order, `position.py` finds the place in that order at a
+resume. `row_ids.py` numbers texts that may not share a batch, in files of `kept_files.py`. `mixture.py` holds several
+datasets, and `fingerprint.py` finds out whether the data are the same. `collator.py` has what all collators share:
+`sentence_collator.py` makes batches by a tokenizer or the `preprocess` of a SentenceTransformer,
+`image_text_collator.py` those of conversations. `tokens.py` holds texts' tokens before they are padded, and
+`tokenized.py` makes them once for a run that reads its rows again. `evaluations.py` reads the corpora and rows that a
+run is judged by. `bad_rows.py` and `storage.py` deal with rows and files that can not be read, and `encoding.py` with
+files that are not UTF-8.
 """
 
 from typing import TYPE_CHECKING
