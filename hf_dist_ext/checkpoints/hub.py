@@ -93,18 +93,25 @@ def upload(
     )
 
 
-def push_saved(run: Any, commit_message: str | None, blocking: bool = True, **given: Any) -> Any:
+def push_saved(
+    run: Any,
+    commit_message: str | None,
+    blocking: bool = True,
+    token: str | None = None,
+    revision: str | None = None,
+    private: bool | None = None,
+    **card: Any,
+) -> Any:
     """Push what the output_dir of a `run`, a DistTrainer, holds of the model. A card that lies there stays; without
-    one Trainer's is made. given: token, revision and private, and what a card says."""
+    one Trainer's is made, which says what `card` has."""
     args, folder = run.args, Path(run.args.output_dir)
-    token, revision, private = (given.pop(name, None) for name in ("token", "revision", "private"))
     run.callback_handler.on_push_begin(args, run.state, run.control)
     if run.hub_model_id is None:
         run.init_hf_repo(token=token, private=private)
     if not run.is_world_process_zero():
         return None
     if not (folder / "README.md").exists():
-        run.create_model_card(**given)
+        run.create_model_card(**card)
     run._finish_current_push()
     options = {"token": token or args.hub_token, "revision": revision or args.hub_revision, "blocking": blocking}
     return upload(folder, str(run.hub_model_id), message=commit_message or "End of training", **options)

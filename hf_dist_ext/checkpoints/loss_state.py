@@ -196,9 +196,9 @@ def save_description(model: nn.Module, processor: Any, args: Any, folder: Path) 
 
 
 def save_arguments(args: Any, folder: Path) -> None:
-    """Call it inside of `without_secrets`."""
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(args, folder / "training_args.bin")
+    with without_secrets(args):
+        torch.save(args, folder / "training_args.bin")
 
 
 def save_budget(budget: Any, folder: str) -> None:

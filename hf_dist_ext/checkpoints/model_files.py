@@ -24,6 +24,8 @@ from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies import consensus
 from hf_dist_ext.strategies.base import Strategy
 
+Save = Callable[..., None]  # takes a folder, and the whole weights when they are not the model's own
+
 
 class ModelFiles:
     """Made once per model of a `run`, a `DistTrainer`.
@@ -136,18 +138,18 @@ class ModelFiles:
             yield from (value for value in values.values() if hasattr(value, "element_size"))
         yield from (p for p in self.run.model.parameters() if not self.is_part or p.requires_grad)
 
-    def save_for_resume(self, folder: Path, as_trainer: Callable[[], None], writer: Writer) -> None:
-        """`as_trainer`: does what Trainer's `save_model` does."""
+    def save_for_resume(self, folder: Path, save: Save, writer: Writer) -> bool:
         if self.has_adapters:
             self._save_digests(folder)
         if self.is_part or self.is_sharded:  # FSDP's shards follow with the optimizer
             self._save_description(folder)
             if self.is_part:
                 self._save_trainable(folder, self.is_sharded, writer)
-        elif self.strategy.split or self._empty is not None or self._is_written_later(writer):
-            self._save_whole(folder, writer)
+        elif self.strategy.split or self._empty is not None:
+            self._save_whole(folder, save)
         else:
-            _keeping_card(folder, as_trainer)
+            return False
+        return True
 
     def save_optimizer(self, folder: Path, optimizer: Any, writer: Writer) -> bool:
         strategy, model, keep = self.strategy, self.run.model, self.args.should_save
@@ -159,17 +161,37 @@ class ModelFiles:
             trainable.save_optimizer(model, optimizer, folder, self.args, self.is_sharded, writer, strategy)
         return True
 
+    def save_weights(self, folder: Path, whole: dict | None, save: Save, writer: Writer) -> None:
+        """As `save`, Trainer's, does, which takes the folder and the whole weights; None: the model's own."""
+        if not self.args.should_save:  # of a model that transformers has split, all ranks gather it
+            return None if self._empty is not None else save(str(folder), whole)
+        model: Any = self.run.bare_model
+        if self._empty is not None:
+            loss_state.save_arguments(self.args, folder)
+            if not (writer.is_later or self._is_apart) and all(map(sentence_model.is_alone, model.parameters())):
+                sentence_model.write(model, folder)  # with its settings of now
+                return
+            write = partial(sentence_model.save, self._empty)
+        elif not (writer.is_later and self._can_be_written_later()):
+            return _keeping_card(save, str(folder), whole)
+        else:
+            self._save_description(folder)
+            if not isinstance(model, PreTrainedModel):
+                return writer.tensors(model.state_dict() if whole is None else whole, folder / "model.safetensors")
+            write = partial(_save_pretrained, model)
+        whole = model.state_dict() if whole is None else whole
+        writer.write(whole, lambda whole, group: write(whole, folder))
+
     def write_merged(self, folder: Path, whole: Mapping[str, torch.Tensor]) -> None:
         """The folder of a model of sentence-transformers, of whole weights that have no adapters any more."""
         sentence_model.save(self._empty, whole, folder, merged=True)
 
-    def _is_written_later(self, writer: Writer) -> bool:
-        """Not where `save_pretrained` makes what it writes of anything but the weights it is given: of adapters (some
-        kinds compute theirs of the live model), quantized weights, and a model that transformers has split."""
+    def _can_be_written_later(self) -> bool:
+        """Whether `save_pretrained` makes what it writes of the weights it is given: not that of adapters (some kinds
+        compute theirs of the live model), of quantized weights, and of a model that transformers has split."""
         model = self.run.bare_model
         is_split = getattr(getattr(model, "config", None), "distributed_config", None) is not None
-        reads_live_model = adapters_of(model) or getattr(model, "hf_quantizer", None) or is_split
-        return writer.is_later and not reads_live_model
+        return not (adapters_of(model) or getattr(model, "hf_quantizer", None) or is_split)
 
     def _save_description(self, folder: Path) -> None:
         if self.args.should_save:
@@ -184,25 +206,11 @@ class ModelFiles:
         if self.frozen_digests and self.args.should_save:
             trainable.write_digests(folder, self.frozen_digests)
 
-    def _save_whole(self, folder: Path, writer: Writer) -> None:
-        model, strategy = self.run.bare_model, self.strategy
-        whole = self.whole_weights() if self._is_apart else model.state_dict()
-        if not self.args.should_save:
-            return
-        with strategy.saving_whole(self.run.model):
-            if self._empty is not None:
-                loss_state.save_arguments(self.args, folder)
-                if not (writer.is_later or self._is_apart) and all(map(sentence_model.is_alone, model.parameters())):
-                    return sentence_model.write(model, folder)  # with its settings of now
-                write = partial(sentence_model.save, self._empty)
-            elif not self._is_written_later(writer):
-                return _keeping_card(folder, lambda: self.run._save(str(folder), whole))
-            else:
-                self._save_description(folder)
-                if not isinstance(model, PreTrainedModel):
-                    return writer.tensors(whole, folder / "model.safetensors")
-                write = partial(_save_pretrained, model)
-            writer.write(whole, lambda whole, group: write(whole, folder))
+    def _save_whole(self, folder: Path, save: Save) -> None:
+        whole = self.whole_weights()
+        if self.args.should_save:
+            with self.strategy.saving_whole(self.run.model):
+                save(str(folder), whole)
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
         """The model's state dict on the first rank, also when it is sharded. Every rank calls it."""
@@ -210,10 +218,8 @@ class ModelFiles:
 
     # ---- the model that a run ends with ----
 
-    def save_at_end(
-        self, folder: Path, as_trainer: Callable[[], None], facts: Callable[[], Mapping[str, Any]]
-    ) -> None:
-        """`facts`: of the manifest."""
+    def save_at_end(self, folder: Path, save: Save, as_trainer: Save, facts: Callable[[], Mapping[str, Any]]) -> bool:
+        """`as_trainer`: Trainer's `save_model`, without its push; `facts`: of the manifest."""
         if adapters_of(self.run.bare_model) and not self.are_adapters_merged:
             consensus.together(lambda: self._save_digests(folder))
         if not self.ends_complete:
@@ -231,9 +237,10 @@ class ModelFiles:
             if self.args.should_save:
                 merge.save_merged(self.run.bare_model, self._processor, folder)
         elif self.is_sharded or self.strategy.split or self._empty is not None:
-            self._save_whole(folder, Writer())
+            self._save_whole(folder, save)
         else:
-            _keeping_card(folder, as_trainer)
+            return False
+        return True
 
     # ---- reading ----
 
@@ -264,10 +271,10 @@ def _save_pretrained(model: PreTrainedModel, whole: dict[str, torch.Tensor], fol
     model.save_pretrained(folder, state_dict=whole)
 
 
-def _keeping_card(folder: Path, save: Callable[[], None]) -> None:
+def _keeping_card(save: Save, folder: str, whole: dict | None) -> None:
     """peft writes lines of its own into a README.md that lies there."""
-    card = folder / "README.md"
+    card = Path(folder, "README.md")
     before = card.read_bytes() if card.is_file() else None
-    save()
+    save(folder, whole)
     if before is not None:
         card.write_bytes(before)

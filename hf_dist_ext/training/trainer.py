@@ -653,7 +653,8 @@ class DistTrainer(Trainer):
         if not self.health.may_save(model):
             return None
         if not self.has_own_arguments:
-            return super()._save_checkpoint(model, trial)
+            with loss_state.without_secrets(self.args):
+                return super()._save_checkpoint(model, trial)
         self.keeper.save(
             Path(self._get_output_dir(trial=trial)),
             self.state,
@@ -708,13 +709,13 @@ class DistTrainer(Trainer):
         return Path(given or str(self.args.output_dir))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        folder = self._folder(output_dir)
-        as_trainer = partial(super().save_model, str(folder), _internal_call=True)
-        with loss_state.without_secrets(self.args):
-            if _internal_call:
-                self.files.save_for_resume(folder, as_trainer, self.keeper.writer)
-            else:
-                self.files.save_at_end(folder, as_trainer, self._facts)
+        folder, as_trainer = self._folder(output_dir), partial(super().save_model, _internal_call=True)
+        if _internal_call:
+            is_saved = self.files.save_for_resume(folder, self._save, self.keeper.writer)
+        else:
+            is_saved = self.files.save_at_end(folder, self._save, as_trainer, self._facts)
+        if not is_saved:
+            as_trainer(str(folder))
         if self.has_their_card and not _internal_call and self.args.should_save:
             sentence_trainer.write_card(self.bare_model, folder, self.strategy)
         if self.args.push_to_hub and not _internal_call:
@@ -735,6 +736,11 @@ class DistTrainer(Trainer):
         with meanwhile(self.args, push_to_hub=False):
             self.save_model()
         return hub.push_saved(self, commit_message, *arguments, **options)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        folder = self._folder(output_dir)
+        with loss_state.without_secrets(self.args):
+            self.files.save_weights(folder, state_dict, super()._save, self.keeper.writer)
 
     def _write_states(self, folder: Path) -> None:
         """Of optimizer, schedule, strategy and data."""

@@ -13,7 +13,7 @@ import transformers.utils.hub
 from huggingface_hub import HfApi
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Router
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TrainingArguments
 
 from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.data.collator import CONSTANTS
@@ -140,6 +140,27 @@ def test_a_push_of_what_was_trained_is_merged_as_its_checkpoint_is(tmp_path, ser
     merge(tmp_path / "out" / "checkpoint-2", tmp_path / "saved")
     pushed, saved = (LlamaForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("pushed", "saved"))
     assert all(torch.equal(pushed[name], saved[name]) for name in saved)
+
+
+def test_with_trainers_own_arguments_no_push_holds_the_token(tmp_path, server):
+    args = TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=2, save_steps=1, report_to=[],
+        use_cpu=True, disable_tqdm=True, **HUB,
+    )  # fmt: skip
+    rows = [{"input_ids": torch.arange(1, 9), "labels": torch.arange(1, 9)} for _ in range(8)]
+    model = LlamaForCausalLM.from_pretrained(test_trainable.base(tmp_path))
+    trainer = DistTrainer(model, args, train_dataset=rows)
+    trainer.train()
+    trainer._finish_current_push()
+    pushed = [content for push in server.pushes for content in push.values()]
+    assert server.pushes and args.hub_token == TOKEN
+    assert not [content for content in pushed if TOKEN.encode() in content]
+
+
+def test_a_push_takes_what_trainers_takes_by_place(tmp_path, server):
+    trainer = test_trainable.make(tmp_path / "out", test_trainable.base(tmp_path), **HUB)
+    trainer.push_to_hub("words", True, TOKEN, None, True, license="mit")
+    assert len(server.pushes) == 1
 
 
 def test_the_hub_token_is_in_no_file_of_a_run_that_pushes(tmp_path, server):
