@@ -37,6 +37,10 @@ PATHS = (
 HINTS = {
     **dict.fromkeys(("bs", "batch_size"), "Use per_device_train_batch_size."),
     "lr": "Use learning_rate.",
+    "batch_sampler": "Use no_duplicates_in_batch; other samplers are given from Python.",
+    "multi_dataset_batch_sampler": "Use the weights of datasets.",
+    "router_mapping": "Leave it out: queries take a Router's route of queries, other columns that of documents.",
+    "learning_rate_mapping": "Use learning_rates.",
     "evaluation_strategy": "Use eval_strategy.",
     "group_by_length": "Remove it: rows of a batch are sorted by length before they are cut (gradient_cache_sort).",
     "no_cuda": 'Use "use_cpu": true.',

@@ -78,8 +78,8 @@ class DistTrainingArguments(TrainingArguments):
     )
     no_duplicates_in_batch: bool | None = option(
         None,
-        "Order the training rows so that no global batch holds the same text twice in a column. Null: on with a loss "
-        "over embeddings and a map-style dataset that has text columns.",
+        "Order the training rows so that no global batch holds the same query or the same positive twice, as far as "
+        "there are others to take. Null: on with a loss over embeddings and a map-style dataset of texts.",
     )
     batch_sampler: Any | str | None = option(
         None,
