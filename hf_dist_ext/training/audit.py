@@ -41,7 +41,8 @@ from hf_dist_ext.training.plain_step import PlainStep, on, trained
 from hf_dist_ext.training.repeated_update import RepeatedUpdate
 from hf_dist_ext.training.replay_causes import few
 
-# Relative to the largest: what rounding explains at least, of a gradient and of a loss.
+# Relative to the largest: what rounding explains at least, of a gradient and of a loss. Where the plain step rounds by
+# more, it must give the same again: the same numbers round alike, but for the order in which a GPU adds them up.
 GRADIENT_ROUNDING = {torch.float64: 1e-8, torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 LOSS_ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 LOSS_MOVES = {torch.float64: 1e-3, torch.float32: 3e-2, torch.float16: 5e-2, torch.bfloat16: 5e-2}  # along a direction
@@ -50,6 +51,7 @@ TIMES_OF_ALL = 2  # and all together, where rounding of single numbers cancels
 SMALL = 1e-3  # of the whole norm: a group with less is measured by this, as nothing but rounding may be left of it
 DIRECTIONS, LINES = 2, 12
 ROWS, LABELS = "every rank has rows of its own", "the loss takes a row's own positive"
+PLAIN = "gradient beside the plain step"  # the line where none was compared
 LARGE = 5e13  # floating point operations, from which on a CPU takes many minutes in float64
 REFERENCES = ("auto", "float64", "float32")
 
@@ -87,7 +89,11 @@ class AuditReport:
             lines.append(f"{words[one.is_right]:6}{one.name:{width}}  {found:>8}  {allowed:>8}  {one.note}".rstrip())
         lines.insert(1, f"{'':6}{'':{width}}  {'found':>8}  {'allowed':>8}")
         wrong = [check.name for check in self.checks if check.is_right is False]
-        lines.append(f"WRONG: {'; '.join(wrong)}" if wrong else "Nothing differs by more than rounding explains.")
+        verdict = "Nothing differs by more than rounding explains."
+        for one in self.checks:
+            if one.name == PLAIN:
+                verdict = f"Gradients were not compared with those of a plain step, as {one.note}."
+        lines.append(f"WRONG: {'; '.join(wrong)}" if wrong else verdict)
         return "\n".join(lines)
 
 
@@ -106,6 +112,7 @@ class _Audit:
     def __init__(self, trainer: Any, num_rows: int | None, reference: str):
         self.trainer, self.reference = trainer, reference
         self.repeated = RepeatedUpdate(trainer, num_rows)
+        self.datasets = audit_rows.names_of_datasets(trainer.train_dataset, trainer.loss)
         self.is_first = collectives.rank() == 0
         self.plain, self.why_no_plain = self._copy()
         self.checks: list[Check] = []
@@ -160,6 +167,8 @@ class _Audit:
         self.parameters = trained(model, trainer.loss)
         is_right, note = audit_rows.rows_of_ranks(self.repeated.batches, strategy.rows)
         self.add(ROWS, is_right, note=note)
+        if note := audit_rows.other_datasets(self.repeated.batches, self.datasets):
+            self.add("other datasets", None, note=note)
         drawn = [*self.repeated.random.drawn_since()]
         self.check_replay(drawn)
         if not math.isfinite(loss := self.whole_loss()):
@@ -173,7 +182,7 @@ class _Audit:
         self.check_what_trains(whole)
         yield from self.check_directions(whole, loss)
         if self.why_no_plain:
-            self.add("gradient beside the plain step", None, note=self.why_no_plain)
+            self.add(PLAIN, None, note=self.why_no_plain)
             return
         parts = [model, *(self.plain.parts if self.plain else [])]
         with without_dropout(parts):
@@ -183,7 +192,7 @@ class _Audit:
                 self.add("dropout is off from here on", True, note="as the plain step would draw other masks")
             if any(collectives.everyones(bool(drawn))):
                 why = f"the forward draws numbers from {', '.join(drawn)} beside dropout, and a second model others"
-                self.add("gradient beside the plain step", None, note=why)
+                self.add(PLAIN, None, note=why)
                 return
             self.check_plain(whole)
 
@@ -318,10 +327,18 @@ class _Audit:
         with torch.enable_grad():
             exact = self.plain.gradients(update, *self._exactly(update))
             rounded = self.plain.gradients(update, device, self.trainer.precision)
+            floor = GRADIENT_ROUNDING[self.coarsest()]
+            if _apart(rounded, exact) > floor:
+                again = self.plain.gradients(update, device, self.trainer.precision)
+                if (differs := _apart(again, rounded)) > floor:
+                    why = f"the forward is not deterministic: the plain step differs from itself by {differs:.1e}"
+                    self.add(PLAIN, None, note=why)
+                    collectives.told_by_first()
+                    return
         groups: dict[str, list[str]] = {}
         for name in sorted({*whole, *exact}):
             groups.setdefault(group_of(name), []).append(name)
-        floor, given = GRADIENT_ROUNDING[self.coarsest()], (whole, exact, rounded)
+        given = whole, exact, rounded
         lines = [_beside(name, names, *given, floor, TIMES) for name, names in groups.items()]
         of_all = _beside("all parameters", [*whole], *given, floor / TIMES, TIMES_OF_ALL)
         lines.sort(key=lambda line: -(line.found or 0) / (line.allowed or 1))
@@ -383,18 +400,22 @@ def _beside(
     name: str, names: Sequence[str], whole: Mapping, exact: Mapping, rounded: Mapping, floor: float, times: float
 ) -> Check:
     """Gradients by name: the run's, the plain step's, and the plain step's in the run's precision."""
-    zero = torch.zeros(())
-
-    def norm(of: Mapping[str, torch.Tensor], less: Mapping[str, torch.Tensor], names: Iterable[str] = names) -> float:
-        parts = [of.get(n, zero) - less.get(n, zero) for n in names]
-        return math.sqrt(sum(part.double().square().sum().item() for part in parts))
-
-    size = norm(exact, {})
-    scale = max(size, SMALL * norm(exact, {}, exact), 1e-30)
-    error, of_rounding = norm(whole, exact) / scale, norm(rounded, exact) / scale
+    size = _norm(exact, {}, names)
+    scale = max(size, SMALL * _norm(exact, {}, exact), 1e-30)
+    error, of_rounding = _norm(whole, exact, names) / scale, _norm(rounded, exact, names) / scale
     allowed = max(times * of_rounding, floor)
     note = f"norm {size:.2e}; the plain step rounds {of_rounding:.1e}"
     return Check(f"gradient of {name}", error <= allowed, error, allowed, note)
+
+
+def _apart(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    return _norm(found, expected, expected) / max(_norm(expected, {}, expected), 1e-30)
+
+
+def _norm(of: Mapping[str, torch.Tensor], less: Mapping[str, torch.Tensor], names: Iterable[str]) -> float:
+    zero = torch.zeros(())
+    parts = [of.get(n, zero) - less.get(n, zero) for n in names]
+    return math.sqrt(sum(part.double().square().sum().item() for part in parts))
 
 
 def group_of(name: str) -> str:

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_dist_ext.data.mixture import Mixture
 from hf_dist_ext.data.order import StandIn
+from hf_dist_ext.engine.combined_losses import num_columns_of
 from hf_dist_ext.engine.flat import first_rows, num_rows
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.rows import Rows
+from hf_dist_ext.training.replay_causes import few
 from hf_dist_ext.training.step import split
 
 Answer = tuple[bool | None, str]  # whether it is right, None: not looked at; and a note
@@ -30,6 +33,21 @@ def rows_of_ranks(batches: Sequence[Mapping[str, Any]], ranks: Rows) -> Answer:
     if same:
         return False, f"ranks (or groups that share a model) {', '.join(same)} train on the same rows"
     return True, f"{' + '.join(str(len(rows)) for rows in groups)} in {len(batches)} micro-batch(es)"
+
+
+def names_of_datasets(dataset: Any, loss: Any) -> list[str]:
+    """As far as they are known; "" stands for all that are not named."""
+    return [*(dataset.sources if isinstance(dataset, Mixture) else num_columns_of(loss))]
+
+
+def other_datasets(batches: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """Which of the datasets were not looked at; a batch is of one on every rank."""
+    seen = {source for batch in batches if (source := split(batch)[1].source) is not None}
+    others = [name for name in names if name not in {one if one in names else "" for one in seen}]
+    if not (seen and others):
+        return ""
+    left = few([name or "all that have no loss of their own" for name in others])
+    return f"the rows are of {few(sorted(seen))}; the rows and losses of {left} were not looked at"
 
 
 def labels(scored: tuple[Any, ...] | None, score: Callable[..., tuple[torch.Tensor, Any]], ranks: Rows) -> Answer:

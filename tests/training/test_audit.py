@@ -14,7 +14,9 @@ from datasets import Dataset
 from torch import nn
 
 from hf_dist_ext import cli
+from hf_dist_ext.data.mixture import SOURCE
 from hf_dist_ext.engine import gradient_cache
+from hf_dist_ext.engine.combined_losses import LossPerSource
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.outputs import each
 from hf_dist_ext.errors import UsageError
@@ -75,6 +77,18 @@ class OwnRandom(nn.Linear):
 
     def forward(self, hidden):
         return super().forward(hidden) * (1 + 0.1 * self.generator.random())
+
+
+class OwnNoise(nn.Linear):
+    """Noise of each row, from numpy's generator of the module's own."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.own = np.random.default_rng(0)
+
+    def forward(self, hidden):
+        noise = self.own.standard_normal((len(hidden), *[1] * (hidden.dim() - 2), 8))
+        return super().forward(hidden) + 0.3 * torch.from_numpy(noise).to(hidden)
 
 
 class ShiftedByNegatives(InfoNCELoss):
@@ -176,6 +190,19 @@ def test_a_batch_norm_and_a_model_that_is_made_later_have_no_audit(tmp_path):
         made.audit()
 
 
+@pytest.mark.parametrize("chunk", [3, None])
+def test_gradients_of_a_forward_that_is_not_deterministic_are_not_compared(tmp_path, chunk):
+    """Its noise is no rounding, by which a wrong gradient could be explained."""
+    report = trainer(tmp_path, Tiny(OwnNoise()), collator=triples, gradient_cache_chunk_size=chunk).audit()
+    said = str(report)
+    lines = [line for line in said.splitlines() if line[6:].startswith("gradient ")]
+    assert [line[0] for line in lines] == ["-"] and "not deterministic: the plain step differs from itself by" in said
+    assert "Nothing differs" not in said and "rounds" not in said, said
+    assert found(report, PASSES) == ([PASSES] if chunk else []), said
+    verdict = said.splitlines()[-1]
+    assert verdict.startswith("WRONG" if chunk else "Gradients were not compared"), said
+
+
 # ---- sound runs ----
 
 
@@ -219,6 +246,20 @@ def test_training_after_an_audit_is_training_without_one(tmp_path):
         for file in (tmp_path / "run").glob("*.*"):
             file.unlink()
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+
+
+def of_source(rows: list[int]) -> dict:
+    return collate(rows) | {"ids": {SOURCE: "web"}}
+
+
+def test_an_audit_says_of_which_dataset_its_rows_are(tmp_path):
+    several = LossPerSource({"nli": InfoNCELoss(), "web": InfoNCELoss(temperature=0.1)}, InfoNCELoss())
+    report = trainer(tmp_path, collator=of_source, loss=several).audit()
+    note = "the rows are of web; the rows and losses of nli, all that have no loss of their own were not looked at"
+    assert report.is_right and [(c.is_right, c.note) for c in report.checks if c.name == "other datasets"] == [
+        (None, note)
+    ], str(report)
+    assert "other datasets" not in str(trainer(tmp_path).audit())
 
 
 # ---- several processes ----
