@@ -210,6 +210,7 @@ def add_card(trainer: Any, given: Mapping[str, Any]) -> bool:
             callback.on_init_end(args, trainer.state, trainer.control, model=model, trainer=seen)
         finally:
             random.setstate(drawn)
+    _leave_pictures_out(card)
     card.set_losses(parts_of(trainer.loss))
     card.citations |= own_citations(trainer.loss, trainer.args.uses_gradient_cache)
     card.tags = [tag for tag in card.tags if tag.removeprefix("loss:") not in AROUND_OTHERS]
@@ -254,6 +255,31 @@ def _for_card(dataset: Any) -> Any:
     if not all(hasattr(part, "info") and not any(nulls_of(part).values()) for part in parts):
         return None
     return DatasetDict(dataset) if isinstance(dataset, Mapping) else dataset
+
+
+def _leave_pictures_out(card: Any) -> None:
+    """Of rows with a text and a picture in one column. The card takes such a value for a text by the name of a
+    language, so it puts the picture into its YAML, which is then unreadable; and it encodes as an example what has
+    no picture."""
+    card.widget = [one for one in card.widget if all(_is_text(value) for value in one.values())]
+    if any(one is None or (isinstance(one, Mapping) and None in one.values()) for one in card.usage_examples or ()):
+        card.usage_examples = None  # its own texts
+    for described in (*card.train_datasets, *card.eval_datasets):
+        for column, values in described.get("examples", {}).items():
+            described["examples"][column] = [_in_words(card, one) for one in values]
+
+
+def _in_words(card: Any, value: Any) -> Any:
+    """Else its table names the addresses of pictures inside of values."""
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: one if _is_text(one) or one is None else card._format_example_value(one) for key, one in value.items()
+    }
+
+
+def _is_text(value: Any) -> bool:
+    return all(isinstance(one, str) for one in (value if isinstance(value, list) else [value]))
 
 
 def _inner(loss: Any) -> Any:

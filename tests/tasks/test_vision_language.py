@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base.modules import transformer
@@ -101,8 +102,11 @@ def assert_same_elsewhere(folder: Path, values: list = VALUES) -> None:
         assert (found - expected).abs().max() < 1e-5
 
 
-def test_a_run_of_rows_with_texts_and_pictures_trains_and_its_folder_answers_elsewhere(run_file, tmp_path):
-    main(run_file())
+def test_a_run_of_rows_with_texts_and_pictures_trains_and_its_folder_answers_elsewhere(run_file, tmp_path, caplog):
+    main(run_file(eval_holdout=12))
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.library_name == "sentence-transformers" and "### Training Dataset" in card.text
+    assert "## This run" in card.text and "PIL." not in card.content and "Traceback" not in caplog.text
     report = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert report["num_chunks"] > 3 and 0 < report["after"]["mrr@10"] <= 1
     assert changed_parts(tmp_path / "model", tmp_path / "out") == {"vision", "projector", "language"}
