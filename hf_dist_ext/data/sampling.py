@@ -103,7 +103,8 @@ def without_duplicates(ids: np.ndarray, rows: np.ndarray, window: int) -> tuple[
     dealing = _Dealing(ids, window, rows)
     num_deferred = dealing.run()
     if num_deferred:
-        logger.warning(
+        logger.log(
+            logging.WARNING if num_deferred > len(rows) / 100 else logging.INFO,
             "%d of %d rows share a global batch with a duplicate: too many rows have the same text or id. A "
             "smaller batch keeps them apart, or more rows do.",
             num_deferred,

@@ -94,7 +94,7 @@ def write(
         logger.warning(f"{path} was written by hand, so it stays as it is. Remove it to get the card of this run.")
         return []
     pictures = _draw(folder, lives)
-    card = _theirs(path, folder) or _own_head(folder, run, to_load)
+    card = _theirs(path, folder) or _own_head(folder, run)
     _complete_head(card.data, folder, run, report["after"])
     text = f"{str(card).rstrip()}\n\n{section(folder, run, report, to_load, lives, pictures)}"
     path.write_text(text, encoding="utf-8")
@@ -112,10 +112,12 @@ def _theirs(path: Path, folder: Path) -> ModelCard | None:
     return card if GENERATED in (card.data.tags or ()) else None
 
 
-def _own_head(folder: Path, run: Run, to_load: Sequence[str]) -> ModelCard:
+def _own_head(folder: Path, run: Run) -> ModelCard:
     is_whole = not (folder / "trainable.safetensors").is_file()
     if is_whole and (folder / "modules.json").is_file():  # their card could not be written: this is the least of it
-        return _head_of_theirs(folder, to_load)
+        theirs = "sentence-transformers"
+        data = ModelCardData(library_name=theirs, pipeline_tag="sentence-similarity", tags=[theirs, GENERATED])
+        return ModelCard("\n".join(["---", data.to_yaml(), "---", "", f"# {folder.resolve().name}"]))
     library = "transformers" if is_whole else OURS
     data = ModelCardData(
         library_name=library,
@@ -130,18 +132,6 @@ def _own_head(folder: Path, run: Run, to_load: Sequence[str]) -> ModelCard:
         f'processor = AutoProcessor.from_pretrained("{folder}")',
     ]
     usage = ["```python", *code, "```"] if is_whole else ["This folder holds what was trained, without the rest."]
-    return _short(folder, data, usage)
-
-
-def _head_of_theirs(folder: Path, to_load: Sequence[str]) -> ModelCard:
-    library = "sentence-transformers"
-    data = ModelCardData(library_name=library, pipeline_tag="sentence-similarity", tags=[library, GENERATED])
-    kind = "MultiVectorEncoder" if any("MultiVectorEncoder" in line for line in to_load) else "SentenceTransformer"
-    code = [f"from sentence_transformers import {kind}", "", f'model = {kind}("{folder}")']
-    return _short(folder, data, ["```python", *code, "```"])
-
-
-def _short(folder: Path, data: ModelCardData, usage: Sequence[str]) -> ModelCard:
     lines = ["---", data.to_yaml(), "---", "", f"# {folder.resolve().name}", "", "## Usage", "", *usage]
     return ModelCard("\n".join(lines))
 
