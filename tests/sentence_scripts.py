@@ -1,8 +1,7 @@
 """Training scripts as the pages of sentence-transformers write them, on tiny models that lie in the working folder.
 
 Each is a function of a trainer's class and of the class of its arguments, and returns the trainer. `store` makes the
-folders from which they load models. A dataset is one global batch, so that all trainers see the same batches. Every
-loss by itself is in tests/training/test_sentence_losses.py.
+folders from which they load models. A dataset is one global batch, so that all trainers see the same batches.
 """
 
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from tests.tiny_models import tiny_tokenizer
 ROWS = 8  # of a dataset, and of the global batch
 WIDTH = 32  # of the models
 SCORES = [0.1, 0.9, 0.5, 0.4, 1.0, 0.0, 0.3, 0.7]
+CLASSES = [0, 1, 1, 0, 2, 2, 0, 1]
 OF_SEVERAL_VECTORS = (MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments)
 
 
@@ -90,6 +90,13 @@ def pairs(Trainer, Arguments):
 
 
 @script()
+def triplets(Trainer, Arguments):
+    model = SentenceTransformer("bert")
+    loss = losses.TripletLoss(model=model)
+    return Trainer(model, Arguments(), train_dataset=rows("anchor positive negative"), loss=loss)
+
+
+@script()
 def several_negatives(Trainer, Arguments):
     model = SentenceTransformer("bert")
     train_dataset = rows("query answer negative_1 negative_2 negative_3")
@@ -101,33 +108,79 @@ def the_default_loss(Trainer, Arguments):
     return Trainer(SentenceTransformer("bert"), Arguments(), rows("sentence1 sentence2", score=SCORES))
 
 
-@script()
-def labelled_pairs(Trainer, Arguments):
+@script("cosent", loss=losses.CoSENTLoss, label="score", labels=SCORES)
+@script("cosine similarity", loss=losses.CosineSimilarityLoss, label="scores", labels=SCORES)
+@script("contrastive", loss=losses.ContrastiveLoss, label="label", labels=[label % 2 for label in CLASSES])
+@script("online contrastive", loss=losses.OnlineContrastiveLoss, label="labels", labels=[i % 2 for i in CLASSES])
+def labelled_pairs(Trainer, Arguments, loss, label, labels):
     model = SentenceTransformer("bert")
-    train_dataset = rows("sentence1 sentence2", scores=SCORES)
-    return Trainer(model=model, args=Arguments(), train_dataset=train_dataset, loss=losses.CoSENTLoss(model))
-
-
-@script("matryoshka, cached")
-def matryoshka(Trainer, Arguments):
-    model = SentenceTransformer("bert")
-    loss = losses.CachedMultipleNegativesRankingLoss(model)
-    loss = losses.MatryoshkaLoss(model, loss, matryoshka_dims=[32, 16, 8], matryoshka_weights=[1, 1, 2])
-    return Trainer(model=model, args=Arguments(), train_dataset=rows("anchor positive"), loss=loss)
+    train_dataset = rows("sentence1 sentence2", **{label: labels})
+    return Trainer(model=model, args=Arguments(), train_dataset=train_dataset, loss=loss(model))
 
 
 @script()
-def cached(Trainer, Arguments):
+def softmax(Trainer, Arguments):
     model = SentenceTransformer("bert")
-    loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)
+    train_dataset = rows("premise hypothesis", label=CLASSES)
+    loss = losses.SoftmaxLoss(model, embedding_dimension=model.get_embedding_dimension(), num_labels=3)
+    return Trainer(model=model, args=Arguments(), train_dataset=train_dataset, loss=loss)
+
+
+@script()
+def batch_hard_triplets(Trainer, Arguments):
+    model = SentenceTransformer("bert")
+    loss = losses.BatchHardTripletLoss(model)
+    return Trainer(model=model, args=Arguments(), train_dataset=rows("sentence", label=CLASSES), loss=loss)
+
+
+@script("matryoshka of rated pairs", loss=losses.CoSENTLoss, columns="sentence1 sentence2", score=SCORES)
+@script("matryoshka", loss=losses.MultipleNegativesRankingLoss, columns="anchor positive negative")
+@script("matryoshka, cached", loss=losses.CachedMultipleNegativesRankingLoss, columns="anchor positive")
+def matryoshka(Trainer, Arguments, loss, columns, **labels):
+    model = SentenceTransformer("bert")
+    loss = losses.MatryoshkaLoss(model, loss(model), matryoshka_dims=[32, 16, 8], matryoshka_weights=[1, 1, 2])
+    return Trainer(model=model, args=Arguments(), train_dataset=rows(columns, **labels), loss=loss)
+
+
+@script("cached", loss=losses.CachedMultipleNegativesRankingLoss)
+@script("cached, symmetric", loss=losses.CachedMultipleNegativesSymmetricRankingLoss)
+def cached(Trainer, Arguments, loss):
+    model = SentenceTransformer("bert")
+    loss = loss(model, mini_batch_size=2)
     return Trainer(model=model, args=Arguments(), train_dataset=rows("anchor positive"), loss=loss)
 
 
-@script("gist, cached")
-def gist(Trainer, Arguments):
+@script("gist", loss=losses.GISTEmbedLoss)
+@script("gist, cached", loss=losses.CachedGISTEmbedLoss, mini_batch_size=3)
+def gist(Trainer, Arguments, loss, **options):
     model, guide = SentenceTransformer("bert"), SentenceTransformer("teacher")
-    loss = losses.CachedGISTEmbedLoss(model, guide=guide, temperature=0.1, mini_batch_size=3)
+    loss = loss(model, guide=guide, temperature=0.1, **options)
     return Trainer(model=model, args=Arguments(), train_dataset=rows("anchor positive negative"), loss=loss)
+
+
+# ---- distillation ----
+
+
+@script()
+def distilled_vectors(Trainer, Arguments):
+    student, teacher = SentenceTransformer("bert"), SentenceTransformer("teacher")
+    train_dataset = rows("english other")
+    train_dataset = train_dataset.add_column("label", teacher.encode(train_dataset["english"]).tolist())
+    return Trainer(student, Arguments(), train_dataset=train_dataset, loss=losses.MSELoss(student))
+
+
+@script("distilled margins", loss=losses.MarginMSELoss, margins=True)
+@script("distilled distributions", loss=losses.DistillKLDivLoss, margins=False)
+def distilled_scores(Trainer, Arguments, loss, margins):
+    student, teacher = SentenceTransformer("bert"), SentenceTransformer("teacher")
+
+    def compute_labels(batch):
+        query, positive, negative = (teacher.encode(batch[name]) for name in ("query", "positive", "negative"))
+        scores = [teacher.similarity_pairwise(query, one) for one in (positive, negative)]
+        return {"label": scores[0] - scores[1] if margins else torch.stack(scores, dim=1)}
+
+    train_dataset = rows("query positive negative").map(compute_labels, batched=True)
+    return Trainer(model=student, args=Arguments(), train_dataset=train_dataset, loss=loss(student))
 
 
 # ---- prompts and datasets ----
@@ -180,7 +233,10 @@ def learning_rates(Trainer, Arguments):
 
 
 @script("cls", modes="cls")
+@script("max", modes="max", packs=False)
 @script("mean", modes="mean")
+@script("mean over the root of the length", modes="mean_sqrt_len_tokens", packs=False)
+@script("weighted mean", modes="weightedmean", packs=False)
 @script("last token", modes="lasttoken")
 @script("two poolings", modes=("cls", "mean"), packs=False)
 @script("without the prompt", modes="mean", include_prompt=False, packs=False)

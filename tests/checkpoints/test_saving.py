@@ -193,6 +193,21 @@ def test_a_checkpoint_of_the_stock_trainer_is_resumed_when_it_is_named(copied, c
     assert sum("has no manifest.json" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize("arguments", [DistTrainingArguments, TrainingArguments])
+def test_a_rank_that_saves_nothing_leaves_the_card_alone(tmp_path, monkeypatch, arguments):
+    """Another rank may be writing it."""
+    args = arguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    trainer = DistTrainer(torch.nn.Linear(8, 8), args)
+    card = tmp_path / "README.md"
+    card.write_text("mine")
+    written = []
+    monkeypatch.setattr(Path, "write_bytes", lambda path, data: written.append(path))
+    monkeypatch.setattr(arguments, "should_save", False)
+    trainer.save_model()
+    trainer.save_model(_internal_call=True)
+    assert not written and [path.name for path in tmp_path.iterdir()] == [card.name]
+
+
 def test_rotation_comes_after_the_commit_and_spares_what_was_not_committed(tmp_path, monkeypatch):
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "notes.txt").write_text("mine")

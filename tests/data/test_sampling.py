@@ -39,10 +39,11 @@ def test_no_window_holds_an_id_twice_and_no_row_is_lost(num_rows, num_ids, windo
     assert num_conflicting_rows(ids, order, window) <= sampler.num_deferred <= 2
 
 
-def test_what_can_not_be_spread_is_counted_and_still_visited():
+def test_what_can_not_be_spread_is_counted_and_still_visited(caplog):
     ids = np.zeros((100, 1), dtype=np.int64)  # one text only: every window of 10 has 9 rows too many
     sampler = NoDuplicatesSampler(numbered(ids), window=10)
     assert sorted(sampler) == list(range(100)) and sampler.num_deferred == 90
+    assert "90 of 100 rows share a global batch" in caplog.text, "a warning: without logs of a run it is seen too"
     mixed = np.concatenate([np.arange(1, 901), np.zeros(100, dtype=np.int64)])[:, None]
     sampler = NoDuplicatesSampler(numbered(mixed), window=100)
     order = list(sampler)

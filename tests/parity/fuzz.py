@@ -47,14 +47,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 from hf_dist_ext import launched  # noqa: E402
+from hf_dist_ext.data import order as epoch_order
 from hf_dist_ext.data.collator import content_id  # noqa: E402
 from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.data.mixture import MixedStream, Mixture, Tagged, tagged_stream
 from hf_dist_ext.data.order import StandIn  # noqa: E402
 from hf_dist_ext.data.sentence_collator import ContrastiveCollator  # noqa: E402
+from hf_dist_ext.engine import chunks
 from hf_dist_ext.engine.losses import InfoNCELoss  # noqa: E402
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.strategies.collectives import rank  # noqa: E402
+from hf_dist_ext.training import metrics  # noqa: E402
 from hf_dist_ext.training.arguments import DistTrainingArguments  # noqa: E402
 from hf_dist_ext.training.metrics import TIE_TOLERANCE  # noqa: E402
 from hf_dist_ext.training.trainer import DistTrainer  # noqa: E402
@@ -800,6 +803,43 @@ def run_draw(draw: Draw, folder: Path) -> None:
     Run("single", folder / "judge.log", target).result()
 
 
+# ---- faults that were in the package once: what looks for faults has to find them ----
+
+
+def columns_by_kind() -> None:
+    """Columns whose features are of one kind stand together, so a hard negative may be taken for the positive."""
+    chunks.ChunkedBatch.row_counts = lambda batch: {
+        name: rows for table in batch.tables for name, rows in zip(table.columns, table.row_counts, strict=True)
+    }
+
+
+def first_epoch_again() -> None:
+    """Where several processes resume, the epoch's number does not reach the order before its first use."""
+    tell, draw_order = epoch_order.EpochBatches.set_epoch, epoch_order.EpochBatches.__iter__
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.num_processes == 1 or getattr(self, "was_used", False):
+            tell(self, epoch)
+
+    def iterate(self):
+        self.was_used = True
+        return draw_order(self)
+
+    epoch_order.EpochBatches.set_epoch, epoch_order.EpochBatches.__iter__ = set_epoch, iterate
+
+
+def documents_of_rows() -> None:
+    """A document that several rows hold is a candidate once per row."""
+    metrics.ids_of_rows = lambda ids, anchor, positive, rows: torch.zeros(len(rows))
+
+
+FAULTS = {
+    "column order": columns_by_kind,
+    "rows of a later epoch": first_epoch_again,
+    "repeated documents": documents_of_rows,
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=10)
@@ -808,7 +848,11 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="this draw alone")
+    parser.add_argument("--stop", action="store_true", help="end at the first draw that fails")
+    parser.add_argument("--fault", choices=FAULTS, help="put this fault into the package; the draws have to find it")
     options = parser.parse_args()
+    if options.fault:
+        FAULTS[options.fault]()
     failed = []
     numbers = range(options.first, options.draws) if options.only is None else [options.only]
     for number in numbers:
@@ -826,6 +870,8 @@ def main() -> int:
                 failed.append(number)
                 print(f"{number:4d} FAILED: {last[0] if last else error!r}\n     {json.dumps(asdict(draw))}")
                 print(f"     python tests/parity/fuzz.py --seed {options.seed} --only {number}", flush=True)
+                if options.stop:
+                    break
     print(f"{len(failed)} of {len(numbers)} draws failed: {failed}")
     return 1 if failed else 0
 

@@ -194,6 +194,9 @@ def test_the_head_names_what_is_on_the_hub_and_no_path(main, run_file, tmp_path)
     assert data.base_model == "intfloat/e5-small-v2" and data.datasets == ["sentence-transformers/all-nli"]
     assert [one.metric_type for one in data.eval_results if one.dataset_type == "held-out"][-1] == "mrr@10"
     assert "sts_spearman_cosine" not in [one.metric_type for one in data.eval_results], "their evaluator says it"
+    (tmp_path / "out" / "README.md").unlink()  # as where their card could not be written
+    model_card.write(tmp_path / "out", load_run(["--config", run_file(**given)]), report, [])
+    assert ModelCard.load(tmp_path / "out" / "README.md").data.library_name == "sentence-transformers"
 
 
 def test_another_name_takes_the_folders_place_where_the_model_is_loaded(tmp_path):
