@@ -6,6 +6,7 @@ here. The children are real processes with a launcher's environment; they are ki
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib.util
 import json
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +90,7 @@ class Run:
             with open(self.logs[rank], "w") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
+            faulthandler.enable(file=2)  # pytest's writes where no log is
             sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not those of a test that is captured
             if rank:
                 os.close(writer)  # rank 0 alone speaks: what it says ends with it
@@ -108,14 +111,22 @@ class Run:
         self.lines = os.fdopen(self.reader)
 
     def wait(self) -> bool:
-        """Whether all processes end well; when one does not, the others are ended."""
+        """Whether all processes end well; when one does not, the others are ended.
+
+        A test's other children, which it may have killed and not waited for, are none of this run's.
+        """
         left, is_well = set(self.pids), True
         while left:
-            pid, status = os.wait()
-            left.discard(pid)
-            if status and is_well:
-                is_well = False
-                self.kill(left)
+            for pid in tuple(left):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if not ended:
+                    continue
+                left.discard(pid)
+                if status and is_well:
+                    is_well, code = False, os.waitstatus_to_exitcode(status)
+                    self.ended = f"rank {self.pids.index(pid)} ended with {code}"
+                    self.kill(left)
+            time.sleep(0.002)
         return is_well
 
     def result(self) -> str:
@@ -125,7 +136,7 @@ class Run:
         reader.start()  # a process that dies is seen while another one waits for it and says nothing
         is_well = self.wait()
         reader.join()
-        assert is_well, "\n".join(log.read_text()[-3000:] for log in self.logs)
+        assert is_well, "\n".join([self.ended, *(log.read_text()[-8000:] for log in self.logs)])
         return said[-1].strip()
 
     def kill(self, pids) -> None:

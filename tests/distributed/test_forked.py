@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import time
 
 import pytest
@@ -49,7 +50,20 @@ def test_a_killed_process_keeps_no_lock_from_the_next(tmp_path, monkeypatch, bar
     killed = Run("single", tmp_path / "killed", hold)
     killed.lines.readline()
     os.kill(killed.pids[0], signal.SIGKILL)
-    killed.wait()  # for any child: with two it might take the other one's end
+    killed.wait()
     following = Run("single", tmp_path / "next", lambda say: str(bars.get_lock().acquire(timeout=10)))
     assert following.lines.readline().strip() == "True"
     following.wait()
+
+
+def test_another_child_of_the_process_that_was_killed_is_not_taken_for_one_of_the_run(tmp_path):
+    other = subprocess.Popen(["sleep", "60"])
+    other.kill()
+    time.sleep(0.5)  # ended, and nobody has waited for it
+    assert Run("ddp", tmp_path / "log", lambda say: str(time.sleep(0.1))).result() == "None"
+    assert other.wait() == -signal.SIGKILL
+
+
+def test_a_process_that_crashes_says_how_and_where(tmp_path):
+    with pytest.raises(AssertionError, match=rf"(?s)rank 0 ended with -{signal.SIGSEGV.value}\n.*test_forked.py"):
+        Run("single", tmp_path / "log", lambda say: os.kill(os.getpid(), signal.SIGSEGV)).result()
