@@ -136,7 +136,8 @@ class Run:
         reader.start()  # a process that dies is seen while another one waits for it and says nothing
         is_well = self.wait()
         reader.join()
-        assert is_well, "\n".join([self.ended, *(log.read_text()[-8000:] for log in self.logs)])
+        ends = (log.read_text().partition("\nExtension modules:")[0][-3000:] for log in self.logs)
+        assert is_well, "\n".join([self.ended, *ends])
         return said[-1].strip()
 
     def kill(self, pids) -> None:
