@@ -121,14 +121,15 @@ def check_parts(column: str, source: Mapping[str, str], available: list[str], na
 def rename(dataset: AnyDataset, columns: dict[str, Source], available: list[str]) -> AnyDataset:
     """Exactly `columns`, in that order. Several negative columns become one column of lists, one of texts and one of
     pictures a column of both, in the order in which they are named."""
-    sources = list(columns.values())
+    sources, features = list(columns.values()), (dataset.features or {}).values()
     if all(isinstance(source, str) for source in sources) and len(set(sources)) == len(sources):
-        dataset = dataset.select_columns(sources)
-        # `datasets` refuses to rename a column to its own name.
         changes = {source: column for column, source in columns.items() if source != column}
-        return (_renamed(dataset, changes) if changes else dataset).select_columns(list(columns))
+        # `datasets` refuses to rename a column to its own name, and one of a stream to the name of another.
+        if isinstance(dataset, Dataset) or changes.keys().isdisjoint(changes.values()):
+            dataset = dataset.select_columns(sources)
+            return (_renamed(dataset, changes) if changes else dataset).select_columns(list(columns))
     options = {"remove_columns": available, "fn_kwargs": {"columns": columns}}
-    has_pictures = any(isinstance(source, Mapping) for source in sources)
+    has_pictures = any(isinstance(source, Mapping) for source in sources) or any(map(require_decoding, features))
     if not isinstance(dataset, Dataset) and not has_pictures:
         return dataset.map(join_columns, batched=True, **options)
     dataset = with_features(dataset)

@@ -32,6 +32,8 @@ def require_pillow() -> None:
 
 def image_path(name: str, folder: str | None) -> str:  # (1)
     """The path of a name in the data. Without a folder the name starts in the current one, and may be absolute."""
+    if not name:
+        raise UsageError("the name of the image file is empty. Remove the row.")
     if folder is None:
         return os.path.abspath(os.path.expanduser(name))
     root = os.path.abspath(folder)
@@ -47,9 +49,7 @@ def image_path(name: str, folder: str | None) -> str:  # (1)
 
 def find_image(name: str | None, folder: str | None) -> str:
     """The path of an image file that exists. Raises UsageError."""
-    if not name:
-        raise UsageError("the name of the image file is empty. Remove the row.")
-    path = image_path(name, folder)
+    path = image_path(name or "", folder)
     if not with_retries(lambda: _is_file(path), path):
         hint = "Check image_folder." if folder else "Set image_folder to the folder that the names start in."
         raise UsageError(f"there is no image file {path}. {hint}")
@@ -80,6 +80,9 @@ def with_images(dataset: Any, sources: Mapping[str, Any], run: RunConfig, check:
     beside_texts = [
         source["image"] for source in sources.values() if isinstance(source, Mapping) and "image" in source
     ]
+    for name, feature in (dataset.features or {}).items():
+        if isinstance(feature, datasets.Image) and not feature.decode:
+            dataset = dataset.cast_column(name, datasets.Image())
     named = [sources[column] for column in run.image_columns or () if isinstance(sources[column], str)]
     for source in dict.fromkeys([*beside_texts, *named]):
         dataset = _with_pictures(dataset, source, folder, check, may_lack=source not in named)

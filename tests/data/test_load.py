@@ -218,12 +218,38 @@ def test_the_first_of_many_rows_may_all_lack_negatives(tmp_path):
     assert train[0]["negative"] == [] and train[1004]["negative"] == ["n3", "m3"]
 
 
-def test_columns_can_be_swapped_and_used_twice(tmp_path):
-    name = write(tmp_path / "a.jsonl")
-    swapped, _ = load(name, columns={"query": "positive", "positive": "query"})
-    assert swapped[0] == {"query": "document number 0", "positive": "query number 0"}
-    twice, _ = load(name, columns={"left": "query", "right": "query"})
-    assert twice[0] == {"left": "query number 0", "right": "query number 0"}
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("columns", "first"), [
+    ({"query": "positive", "positive": "query"}, ("document number 0", "query number 0")),
+    ({"left": "query", "right": "query"}, ("query number 0", "query number 0")),
+    ({"query": "positive", "answer": "query"}, ("document number 0", "query number 0")),
+], ids=["swapped", "twice", "one takes the other's name"])  # fmt: skip
+def test_columns_can_be_swapped_and_used_twice(tmp_path, columns, first, streaming):
+    train, _ = load(write(tmp_path / "a.jsonl"), columns=columns, streaming=streaming)
+    rows = sorted(train, key=lambda row: str(row))
+    assert dict(zip(columns, first, strict=True)) in rows and all(list(row) == list(columns) for row in rows)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_pictures_that_a_dataset_keeps_undecoded_are_pictures_and_may_take_a_text_columns_name(tmp_path, streaming):
+    features = datasets.Features({"query": datasets.Value("string"), "positive": datasets.Image(decode=False)})
+    rows = datasets.Dataset.from_dict({"query": ["a"] * 3, "positive": [Image.new("RGB", (4, 4))] * 3}, features)
+    rows.save_to_disk(str(tmp_path / "rows"))
+    for columns in (
+        None,
+        {"positive": "query", "query": "positive"},
+        {"query": "query", "positive": {"image": "positive"}},
+    ):
+        train, _ = load(tmp_path / "rows", streaming=streaming, columns=columns)
+        (row, *_) = train
+        pictures = [one.get("image") if isinstance(one, dict) else one for one in row.values() if one != "a"]
+        assert [picture.size for picture in pictures] == [(4, 4)]
+
+
+def test_an_empty_name_of_a_picture_in_a_stream_is_said(tmp_path):
+    name = write(tmp_path / "a.jsonl", [{"query": "a", "positive": ""}])
+    with pytest.raises(UsageError, match="the name of the image file is empty"):
+        list(load(name, streaming=True, image_columns=["positive"], image_folder=str(tmp_path))[0])
 
 
 @pytest.mark.parametrize("streaming", [False, True])
