@@ -284,7 +284,7 @@ def longest_row(batch: ChunkedBatch) -> int:
 
 def widened(batch: ChunkedBatch, factor: int) -> ChunkedBatch:
     """The same rows in chunks of `factor` times the rows and tokens."""
-    return ChunkedBatch(batch.tables, batch.limits.scaled(factor))
+    return batch.within(batch.limits.scaled(factor))
 
 
 def _name(device: torch.device) -> str:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from hf_dist_ext.engine.flat import unfolded
+from hf_dist_ext.engine.packing import PackedTokens
 from hf_dist_ext.engine.rows import ChunkOrder, Places, order_of_chunks
 from hf_dist_ext.engine.tables import REMEDY, ChunkLimits, Table
 from hf_dist_ext.errors import UsageError
@@ -47,7 +48,6 @@ class Chunk:
     """
 
     gather: Callable[[], dict[str, Any]]
-    device: torch.device
     width: int
     num_tokens: int
     column: str | None
@@ -77,41 +77,41 @@ class Chunk:
 
 
 class ChunkedBatch:
-    """The chunks of one batch. `num_chunks` per table may be raised with `agree` before the first use of `chunks`."""
+    """The chunks of one batch. `num_chunks` per table may be raised with `agree` before the first use of `chunks`.
+    `columns`: their features, as `flat.unfolded` names them; all else are numbers of the host."""
 
-    def __init__(self, tables: list[Table], limits: ChunkLimits):
-        self.tables, self.limits = tables, limits
+    def __init__(self, tables: list[Table], limits: ChunkLimits, columns: Mapping[str, Mapping[str, Any]]):
+        self.tables, self.limits, self.columns = tables, limits, columns
         self.bounds = [table.pack(limits) for table in tables]
 
     def prepare(self) -> None:
         """Make all numbers of the host: chunks are then made of them in a time that does not depend on the rows."""
-        _ = self.cuts, [packed.rows.columns for table in self.tables if (packed := table.packed_for(self.limits))]
+        _ = self.cuts, [packed.columns for table in self.tables if (packed := table.packed_for(self.limits))]
+
+    def within(self, limits: ChunkLimits) -> ChunkedBatch:
+        """The same sorted rows in other chunks."""
+        return ChunkedBatch(self.tables, limits, self.columns)
 
     def without_tensors(self) -> ChunkedBatch:
         """The same cuts, which can not be used before they are those of a batch again."""
         self.prepare()
-        cpu = torch.device("cpu")
-        return self.of_tables([t.holding(dict.fromkeys((*t.features, *t.units), []), cpu) for t in self.tables])
+        return self.of_batch({})
 
     def of_batch(self, batch: Mapping[str, Mapping[str, Any]]) -> ChunkedBatch:
         """The cuts of the batch (column -> features) that they were made of, wherever its tensors are now."""
-        columns = {name: unfolded(features) for name, features in batch.items()}
-        values = [
-            {key: [columns[name][key] for name in table.columns] for key in (*table.features, *table.units)}
-            for table in self.tables
-        ]
-        first, *_ = next(iter(values[0].values()))
-        return self.of_tables([t.holding(held, first.device) for t, held in zip(self.tables, values, strict=True)])
-
-    def of_tables(self, tables: list[Table]) -> ChunkedBatch:
-        """The same cuts of these tables, of the same rows on some device."""
         made = copy(self)
-        made.tables = tables
+        made.columns = {name: unfolded(features) for name, features in batch.items()}
         made.bounds = [list(bounds) for bounds in self.bounds]
         if "orders" in vars(self):
-            made.orders = [replace(order, device=t.device) for order, t in zip(self.orders, tables, strict=True)]
-        vars(made).pop("_chunks", None)
+            made.orders = [replace(order, device=made.device) for order in self.orders]
+        for name in ("_chunks", "_values"):
+            vars(made).pop(name, None)
         return made
+
+    @property
+    def device(self) -> torch.device:
+        values = [value for features in self.columns.values() for value in features.values()]
+        return next((value.device for value in values if not isinstance(value, list)), torch.device("cpu"))
 
     def row_counts(self) -> dict[str, int]:
         """Rows per column, in the order of the batch."""
@@ -169,24 +169,30 @@ class ChunkedBatch:
 
     @cached_property
     def _chunks(self) -> list[Chunk]:
-        return [
-            replace(cut, gather=partial(self._gather, cut), device=self.tables[cut.source].device)
-            for cuts in self.cuts
-            for cut in cuts
-        ]
+        return [replace(cut, gather=partial(self._gather, cut)) for cuts in self.cuts for cut in cuts]
 
     def _gather(self, cut: Chunk) -> dict[str, Any]:
-        table = self.tables[cut.source]
-        if packed := table.packed_for(self.limits):
-            return packed.gather(cut.start, cut.stop)
+        table, values = self.tables[cut.source], self._values[cut.source]
+        if isinstance(values, PackedTokens):
+            return values.gather(cut.start, cut.stop)
         order, multiple = self.orders[cut.source], self.limits.width_multiple
-        return table.gather(order, cut.places, cut.window, multiple, cut.has_vision, cut.num_repeated)
+        return table.gather(values, order, cut.places, cut.window, multiple, cut.has_vision, cut.num_repeated)
+
+    @cached_property
+    def _values(self) -> list[dict[str, list] | PackedTokens]:
+        """Per table key -> one value per column, or its rows without padding."""
+        found: list[dict[str, list] | PackedTokens] = []
+        for table in self.tables:
+            keys, packed = (*table.features, *table.units), table.packed_for(self.limits)
+            values = {key: [self.columns[name][key] for name in table.columns] for key in keys}
+            found.append(values if packed is None else PackedTokens(values, packed, self.device))
+        return found
 
     @cached_property
     def orders(self) -> list[ChunkOrder]:
         """Per table the order in which chunks hold its rows."""
         return [
-            order_of_chunks(t.order, t.row_counts, bounds, t.device, by_column=t.packed_for(self.limits) is None)
+            order_of_chunks(t.order, t.row_counts, bounds, self.device, by_column=t.packed_for(self.limits) is None)
             for t, bounds in zip(self.tables, self.bounds, strict=True)
         ]
 
@@ -215,7 +221,6 @@ class ChunkedBatch:
                 is_full = table.is_full(start, stop, width)
             yield Chunk(
                 dict,
-                torch.device("cpu"),
                 width,
                 tokens,
                 own.column,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_dist_ext.engine import flat, images
+from hf_dist_ext.engine import images
 from hf_dist_ext.engine.families import free_width, most_positions
 from hf_dist_ext.engine.flat import FlatRows
 from hf_dist_ext.engine.images import UnitLayout
@@ -29,14 +29,13 @@ TOKEN_AXIS_KEYS = frozenset(
     "input_ids attention_mask token_type_ids mm_token_type_ids position_ids inputs_embeds labels "
     f"cross_attention_mask {EXPANSION}".split()
 )
-FeatureAxes = Mapping[str, int | str | None]
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """A feature with one entry per row: on which axis, and where its tokens are. row_axis None: not cut at all."""
+    """A feature with one entry per row: on which axis, and where its tokens are."""
 
-    row_axis: int | None = 0
+    row_axis: int = 0
     token_axis: int | None = None
 
 
@@ -68,25 +67,20 @@ class Column:
         return bool((self.extents[:, 0] > 0).any())
 
 
-def read_columns(
-    batch: Mapping[str, Mapping[str, Any]], needs_patches: bool, model_config: Any, feature_axes: FeatureAxes
-) -> list[Column]:
-    """Arguments as in `lay_out` (engine/layout.py).
+def read_columns(batch: Mapping[str, Mapping[str, Any]], needs_patches: bool, model_config: Any) -> list[Column]:
+    """Arguments as in `lay_out` (engine/layout.py); `batch` as `flat.unfolded` names its features.
 
     Raises:
         UsageError: features that are not tensors over the same rows, images that can not be matched to rows.
     """
-    batch = {name: flat.unfolded(features) for name, features in batch.items()}
     asked = {
-        (name, key): value
-        for name, features in batch.items()
-        for key, value in _questions(name, features, feature_axes).items()
+        (name, key): value for name, features in batch.items() for key, value in _questions(name, features).items()
     }
     host: dict[str, dict[str, list]] = {name: {} for name in batch}
     for (name, key), values in zip(asked, _to_host(list(asked.values())), strict=True):
         host[name][key] = values
     return [
-        _read_column(place, name, features, _config_of(name, model_config), host[name], feature_axes, needs_patches)
+        _read_column(place, name, features, _config_of(name, model_config), host[name], needs_patches)
         for place, (name, features) in enumerate(batch.items())
     ]
 
@@ -95,16 +89,11 @@ def _config_of(column: str, model_config: Any) -> Any:
     return model_config.get(column) if isinstance(model_config, Mapping) else model_config
 
 
-def _questions(name: str, features: Mapping[str, Any], feature_axes: FeatureAxes) -> dict[str, torch.Tensor]:
+def _questions(name: str, features: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Small integer tensors whose values the host must know."""
     _check_features(name, features)
     extents = _row_extents(features)
-    asked = {} if extents is None else {"extents": extents}
-    asked |= images.questions({key: value for key, value in features.items() if key not in feature_axes})
-    for key in feature_axes.values():
-        if isinstance(key, str) and isinstance(features.get(key), torch.Tensor):
-            asked[key] = features[key]
-    return asked
+    return ({} if extents is None else {"extents": extents}) | images.questions(features)
 
 
 def _read_column(
@@ -113,11 +102,9 @@ def _read_column(
     features: Mapping[str, Any],
     config: Any,
     host: dict[str, list],
-    feature_axes: FeatureAxes,
     needs_patches: bool,
 ) -> Column:
-    known = {key: value for key, value in features.items() if key not in feature_axes}
-    num_rows, width = _num_rows(known or features), _token_width(features)
+    num_rows, width = _num_rows(features), _token_width(features)
     extents = _known_extents(features, host)
     if extents is None:
         extents = np.tile(np.array([0, width, width > 0], dtype=np.int32), (num_rows, 1))
@@ -137,8 +124,8 @@ def _read_column(
         most_tokens=most_positions(config),
     )
     vision = None
-    if images.has_images(known):
-        vision = images.describe(name, known, num_rows, width > 0, config, host)
+    if images.has_images(features):
+        vision = images.describe(name, features, num_rows, width > 0, config, host)
         if vision.patches is None and needs_patches:
             raise UsageError(
                 f"column {name!r}: a limit on image patches needs the patch size, and there is no config with "
@@ -148,11 +135,7 @@ def _read_column(
         column.patches = vision.patches or column.patches
         column.counts_positions_from_mask = vision.counts_positions_from_mask
     for key, value in images.without_counts(features, config).items():
-        if key in feature_axes.values():
-            continue
-        if key in feature_axes:
-            layout = _named_layout(column, key, value, feature_axes[key], {**features, **host})
-        elif vision is not None and key in vision.units:
+        if vision is not None and key in vision.units:
             layout = vision.units[key]
         else:
             layout = _found_layout(column, key, value, vision)
@@ -165,29 +148,6 @@ def _read_column(
 
 
 # ---- a layout for every feature ----
-
-
-def _named_layout(
-    column: Column, key: str, value: torch.Tensor, axis: int | str | None, known: Mapping[str, Any]
-) -> RowLayout | UnitLayout:
-    if axis is None:
-        return RowLayout(row_axis=None)
-    if isinstance(axis, int):
-        if axis >= value.dim() or value.shape[axis] != column.num_rows:
-            raise UsageError(
-                f"feature_axes: axis {axis} of {key} {tuple(value.shape)} does not hold the {column.num_rows} rows of "
-                f"column {column.name!r}."
-            )
-        return RowLayout(axis)
-    counts = tuple(known.get(axis, ()))
-    if len(counts) != column.num_rows or sum(counts) != value.shape[0]:
-        raise UsageError(
-            f"feature_axes: {axis} must count the entries of {key} {tuple(value.shape)} in each of the "
-            f"{column.num_rows} rows of column {column.name!r}; it holds {len(counts)} numbers that add up to "
-            f"{sum(counts)}."
-        )
-    column.has_vision = [has or count > 0 for has, count in zip(column.has_vision, counts, strict=True)]
-    return UnitLayout(counts)
 
 
 def _found_layout(

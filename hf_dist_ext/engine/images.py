@@ -281,8 +281,8 @@ class _Reader:
 def cannot_cut(column: str, key: str, value: Any, num_rows: int) -> UsageError:
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else f"({len(value)},)"
     return UsageError(
-        f"column {column!r}: cannot cut {key} {shape}; name its axis in feature_axes. Its first axis holds neither "
-        f"the same rows as the text ({num_rows}) nor, without doubt, one entry per image, video or patch."
+        f"column {column!r}: cannot cut {key} {shape}. Its first axis holds neither the same rows as the "
+        f"text ({num_rows}) nor, without doubt, one entry per image, video or patch. Leave it out of the batch."
     )
 
 

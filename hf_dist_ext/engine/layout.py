@@ -19,11 +19,10 @@ import torch
 
 from hf_dist_ext import policy
 from hf_dist_ext.engine.chunks import ChunkedBatch
-from hf_dist_ext.engine.columns import Column, FeatureAxes, read_columns
-from hf_dist_ext.engine.flat import FlatRows
+from hf_dist_ext.engine.columns import Column, read_columns
+from hf_dist_ext.engine.flat import FlatRows, unfolded
 from hf_dist_ext.engine.images import UnitLayout
-from hf_dist_ext.engine.packing import PackedRows, PackedTokens, can_be_packed
-from hf_dist_ext.engine.rows import RowFeature
+from hf_dist_ext.engine.packing import PackedRows, can_be_packed
 from hf_dist_ext.engine.tables import ChunkLimits, Table, Units
 
 
@@ -39,7 +38,6 @@ def lay_out(
     candidates_first: bool = False,
     separates_columns: bool = False,
     model_config: Any = None,
-    feature_axes: FeatureAxes | None = None,
 ) -> ChunkedBatch:
     """Lay a batch (column -> features) out as tables and pack them into chunks.
 
@@ -60,14 +58,13 @@ def lay_out(
             own chunks are done.
         model_config: the transformers config of the model, or column -> config where columns have towers of their own.
             It says how image keys belong to rows, and whether text has a fixed width.
-        feature_axes: for keys that are not known: the axis with one entry per row (int), the name of the feature that
-            counts its entries (on axis 0) per row (str), or None for a feature that every chunk takes whole.
 
     Raises:
         UsageError: features that are not tensors over the same rows, images that can not be matched to rows.
     """
     groups: list[list[Column]] = []
-    columns = read_columns(batch, limits.max_patches is not None, model_config, feature_axes or {})
+    batch = {name: unfolded(features) for name, features in batch.items()}
+    columns = read_columns(batch, limits.max_patches is not None, model_config)
     if candidates_first:
         columns = [*columns[1:], columns[0]]
     for column in columns:
@@ -93,7 +90,7 @@ def lay_out(
         )
         for kind, part in parts
     ]
-    return ChunkedBatch(tables, limits)
+    return ChunkedBatch(tables, limits, batch)
 
 
 def have_many_chunks(parts: Sequence[Column | Table], num_columns: int, limits: ChunkLimits) -> bool:
@@ -107,7 +104,7 @@ def _can_mix(first: Column, other: Column, can_trim: bool) -> bool:
     """Whether rows of both may stand in one tensor per key: same keys, layouts, dtypes and trailing shapes."""
     if first.free_width != other.free_width or (not can_trim and first.width != other.width):
         return False
-    return _kinds(first) == _kinds(other) and not any(layout.row_axis is None for _, layout in first.rows.values())
+    return _kinds(first) == _kinds(other)
 
 
 def _kinds(column: Column) -> dict[str, Any]:
@@ -165,16 +162,13 @@ def _make_table(
         keys = [*([] if patches is None else [-patches.prod(axis=1)]), -lengths, has_vision]
     order = np.lexsort(keys).astype(np.int32)
     sorted_extents = extents[order]
-    features = {
-        key: RowFeature([c.rows[key][0] for c in columns], layout, first_tokens, pad_values.get(key, 0))
-        for key, (_, layout) in columns[0].rows.items()
-    }
+    features = {key: layout for key, (_, layout) in columns[0].rows.items()}
     packed = None
     if packs and can_trim and patches is None and all(c.is_dense for c in columns) and can_be_packed(features):
-        values = next(iter(features.values())).values
+        values = [next(iter(c.rows.values()))[0] for c in columns]
         given = [value.places.lengths if isinstance(value, FlatRows) else value.shape[1] for value in values]
         spans = sorted_extents if np.array_equal(spans, extents) else spans[order]  # the same, so that one travels
-        packed = PackedTokens(features, PackedRows(spans, order, row_counts, given), _device_of(columns[0]))
+        packed = PackedRows(spans, order, row_counts, given)
     positions: Literal["mask", "edges"] | None = None
     if "position_ids" not in features and "attention_mask" in features:
         positions = "mask" if counts_from_mask and has_left_padding else "edges" if can_shift else None
@@ -184,9 +178,10 @@ def _make_table(
         places=[c.place for c in columns],
         row_counts=row_counts,
         features=features,
+        pad_values=pad_values,
         first_tokens=first_tokens,
         positions=positions,
-        units={key: _make_units([c.units[key] for c in columns], row_counts) for key in columns[0].units},
+        units={key: _make_units([c.units[key][1] for c in columns], row_counts) for key in columns[0].units},
         extents=sorted_extents,
         patches=None if patches is None else patches[order],
         num_text_rows=int(len(order) - has_vision.sum()),
@@ -200,26 +195,16 @@ def _make_table(
         longest=int(lengths.max(initial=0)),
         has_lengths=width > 0 and int(lengths.sum()) == real_tokens and all(c.is_dense for c in columns),
         packed=packed,
-        device=_device_of(columns[0]),
     )
 
 
-def _device_of(column: Column) -> torch.device:
-    return next(iter((column.rows or column.units).values()))[0].device
-
-
-def _make_units(parts: list[tuple[Any, UnitLayout]], row_counts: list[int]) -> Units:
+def _make_units(layouts: list[UnitLayout], row_counts: list[int]) -> Units:
     places: list[tuple[int, int, int]] = []
     lengths: list[int] = []
-    for number, ((_, layout), num_rows) in enumerate(zip(parts, row_counts, strict=True)):
+    for number, (layout, num_rows) in enumerate(zip(layouts, row_counts, strict=True)):
         last = 0
         for count in layout.counts or (1,) * num_rows:
             places.append((number, last, last + count))
             last += count
         lengths += layout.lengths or ()
-    return Units(
-        values=[value for value, _ in parts],
-        places=places,
-        lengths=lengths or None,
-        rounds_length=parts[0][1].rounds_length,
-    )
+    return Units(places, lengths or None, layouts[0].rounds_length)

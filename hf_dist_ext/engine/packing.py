@@ -25,7 +25,7 @@ import torch
 
 from hf_dist_ext.engine.columns import RowLayout
 from hf_dist_ext.engine.flat import MASK, FlatRows
-from hf_dist_ext.engine.rows import RowFeature, moved
+from hf_dist_ext.engine.rows import moved
 
 # What a packed row can consist of. A mask of real tokens alone says nothing, and is left out.
 PACKED_KEYS = frozenset("input_ids inputs_embeds attention_mask token_type_ids position_ids".split())
@@ -63,6 +63,14 @@ class PackedRows:
     row_counts: list[int]
     given: list[int | np.ndarray]
 
+    def num_tokens(self, start: int, stop: int) -> int:
+        """Of sorted rows start..stop."""
+        return int(self.starts[stop] - self.starts[start])
+
+    def width(self, start: int, stop: int) -> int:
+        """Tokens of the longest of them."""
+        return int(np.diff(self.starts[start : stop + 1]).max())
+
     @cached_property
     def starts(self) -> np.ndarray:
         """(R + 1,) int32, the token at which every row begins, and at last T."""
@@ -89,19 +97,11 @@ class PackedRows:
 
 @dataclass
 class PackedTokens:
-    """The tokens of a table's rows in their sorted order. features: every key of the table."""
+    """The tokens of a table's rows in their sorted order. values: of every key of the table, one per column."""
 
-    features: Mapping[str, RowFeature]
+    values: Mapping[str, list]
     rows: PackedRows
     device: torch.device
-
-    def num_tokens(self, start: int, stop: int) -> int:
-        """Of sorted rows start..stop."""
-        return int(self.rows.starts[stop] - self.rows.starts[start])
-
-    def width(self, start: int, stop: int) -> int:
-        """Tokens of the longest of them."""
-        return int(np.diff(self.rows.starts[start : stop + 1]).max())
 
     def gather(self, start: int, stop: int) -> dict[str, torch.Tensor | RowBounds]:
         """What the model takes for sorted rows start..stop."""
@@ -111,7 +111,7 @@ class PackedTokens:
             self._gather_column(column, int(starts[0]), int(starts[-1]), tokens)
         gathered: dict[str, torch.Tensor | RowBounds] = {key: value.unsqueeze(0) for key, value in tokens.items()}
         offsets = self._starts[start : stop + 1] - int(starts[0])
-        gathered["packed_rows"] = RowBounds(np.diff(starts).tolist(), offsets, "position_ids" in self.features)
+        gathered["packed_rows"] = RowBounds(np.diff(starts).tolist(), offsets, "position_ids" in self.values)
         return gathered
 
     def _gather_column(self, column: int, left: int, right: int, tokens: dict[str, torch.Tensor]) -> None:
@@ -128,7 +128,7 @@ class PackedTokens:
         placed = placed.long() - left  # index_copy_ takes no int32
         found = {key: values[column].index_select(0, given) for key, values in self._flat.items()}
         for key, value in ({"position_ids": in_row} | found).items():
-            value = value.to(self.features[key].values[column].dtype if key in self.features else torch.int64)
+            value = value.to(self.values[key][column].dtype if key in self.values else torch.int64)
             whole = tokens.setdefault(key, value.new_empty(right - left, *value.shape[1:]))
             tokens[key] = whole.index_copy_(0, placed, value)
 
@@ -138,9 +138,9 @@ class PackedTokens:
         return {
             key: [
                 cast(torch.Tensor, value.values) if isinstance(value, FlatRows) else value.flatten(0, 1)
-                for value in feature.values
+                for value in of_columns
             ]
-            for key, feature in self.features.items()
+            for key, of_columns in self.values.items()
             if key != MASK
         }
 
@@ -156,10 +156,10 @@ class PackedTokens:
         return [(numbers[0].diff(), (numbers[1:] - numbers[0])[:, :-1]) for numbers in columns]
 
 
-def can_be_packed(features: Mapping[str, RowFeature]) -> bool:
+def can_be_packed(features: Mapping[str, RowLayout]) -> bool:
     """Whether every feature has one entry per token."""
     is_text = "input_ids" in features or "inputs_embeds" in features
-    return is_text and features.keys() <= PACKED_KEYS and all(f.layout == RowLayout(0, 1) for f in features.values())
+    return is_text and features.keys() <= PACKED_KEYS and {*features.values()} == {RowLayout(0, 1)}
 
 
 def _before(lengths: Sequence[int] | np.ndarray) -> np.ndarray:

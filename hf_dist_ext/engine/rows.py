@@ -1,7 +1,7 @@
 """A chunk's features, gathered from the collator's own tensors when the chunk runs and freed with it.
 
 `ChunkOrder` puts the rows of every chunk into the order of their columns and moves all row numbers to the device at
-once, so that a chunk is one slice of them per column and costs no copy from the host. `RowFeature` takes those rows,
+once, so that a chunk is one slice of them per column and costs no copy from the host. `gathered` takes those rows,
 narrowed to the tokens that the chunk needs, padded where a column is narrower than its table, and laid end to end.
 
 A sorted copy of the whole batch would take more memory than a small chunk's activations. Letters: R rows of a table,
@@ -17,6 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from hf_dist_ext.engine.columns import RowLayout
 from hf_dist_ext.engine.flat import FlatRows
@@ -106,50 +107,46 @@ def moved(numbers: np.ndarray | list[float], device: torch.device) -> torch.Tens
     return there.to(device, non_blocking=True)
 
 
-@dataclass
-class RowFeature:
-    """One key of a table: the collator's tensor of every column, and where they stand in the table's width."""
+def gathered(
+    values: Sequence[torch.Tensor | FlatRows],
+    layout: RowLayout,
+    fill: int,
+    first_tokens: Sequence[int],
+    runs: Sequence[Run],
+    window: tuple[int, int],
+) -> torch.Tensor:
+    """(b, w): rows of the runs, tokens of the window of their table.
 
-    values: list[torch.Tensor | FlatRows]
-    layout: RowLayout
-    first_tokens: list[int]  # per column: the table's token at which its own first one stands
-    fill: int = 0  # of tokens that a column does not have
+    Args:
+        values: of one key, the collator's tensor of every column.
+        fill: of tokens that a column does not have.
+        first_tokens: per column the table's token at which its own first one stands.
+    """
+    pieces = []
+    for column, rows in runs:
+        first, last = (token - first_tokens[column] for token in window)
+        pieces.append(_piece(values[column], layout, fill, rows, first, last))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, layout.row_axis)
 
-    def gather(self, runs: Sequence[Run], left: int, right: int) -> torch.Tensor:
-        """(b, w): rows of the runs, tokens left..right of the table."""
-        if self.layout.row_axis is None:
-            return self.values[0]  # type: ignore[return-value]
-        pieces = [self._piece(column, rows, left, right) for column, rows in runs]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.layout.row_axis)
 
-    def _piece(self, column: int, rows: torch.Tensor | slice, left: int, right: int) -> torch.Tensor:
-        value, token_axis = self.values[column], self.layout.token_axis
-        before = after = first = last = 0
-        if token_axis is not None:
-            first, last = left - self.first_tokens[column], right - self.first_tokens[column]
-            before, after = max(0, -first), max(0, last - value.shape[token_axis])
-        if isinstance(value, FlatRows):
-            value = value.piece(rows, first + before, last - after)
-        else:
-            value = self._cut(value, rows, first + before, last - after)
-        if token_axis is not None and (before or after):
-            left_pad, right_pad = ([self._padding(value, token_axis, n)] if n else [] for n in (before, after))
-            value = torch.cat([*left_pad, value, *right_pad], token_axis)
-        return value
-
-    def _cut(self, value: torch.Tensor, rows: torch.Tensor | slice, first: int, last: int) -> torch.Tensor:
-        row_axis, token_axis = self.layout.row_axis, self.layout.token_axis
-        assert row_axis is not None, "gather returns what is not cut"
-        if token_axis is not None:
-            value = value.narrow(token_axis, first, last - first)
+def _piece(
+    value: torch.Tensor | FlatRows, layout: RowLayout, fill: int, rows: torch.Tensor | slice, first: int, last: int
+) -> torch.Tensor:
+    """Rows of a column, its tokens first..last, some of which it may not have."""
+    axis, before, after = layout.token_axis, 0, 0
+    if axis is not None:
+        before, after = max(0, -first), max(0, last - value.shape[axis])
+    if isinstance(value, FlatRows):
+        found = value.piece(rows, first + before, last - after)
+    else:
+        found = value if axis is None else value.narrow(axis, first + before, last - after - first - before)
         if isinstance(rows, slice):
-            return value.narrow(row_axis, rows.start, rows.stop - rows.start)
-        return value.index_select(row_axis, rows)
-
-    def _padding(self, value: torch.Tensor, token_axis: int, tokens: int) -> torch.Tensor:
-        shape = list(value.shape)
-        shape[token_axis] = tokens
-        return value.new_full(shape, self.fill)
+            found = found.narrow(layout.row_axis, rows.start, rows.stop - rows.start)
+        else:
+            found = found.index_select(layout.row_axis, rows)
+    if axis is None or not (before or after):
+        return found
+    return pad(found, (0, 0) * (found.dim() - 1 - axis) + (before, after), value=fill)
 
 
 def positions_of_edges(

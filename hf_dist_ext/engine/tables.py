@@ -1,4 +1,5 @@
-"""A table of sorted rows, where it is cut into chunks, and what a chunk of it takes from the collator's tensors.
+"""A table of sorted rows, where it is cut into chunks, and what a chunk of it takes from the collator's tensors. A
+table itself holds numbers of the host alone.
 
 Letters: R rows of a table, L its token width.
 """
@@ -16,8 +17,9 @@ import numpy as np
 import torch
 
 from hf_dist_ext import policy
-from hf_dist_ext.engine.packing import PackedTokens
-from hf_dist_ext.engine.rows import ChunkOrder, Places, RowFeature, positions_of_edges, positions_of_mask
+from hf_dist_ext.engine.columns import RowLayout
+from hf_dist_ext.engine.packing import PackedRows
+from hf_dist_ext.engine.rows import ChunkOrder, Places, gathered, positions_of_edges, positions_of_mask
 from hf_dist_ext.errors import UsageError
 
 REMEDY = (
@@ -78,13 +80,12 @@ class Units:
     """An image key of a table, whose rows are laid end to end here, unsorted. Its entries stay where the collator put
     them; chunks gather those of their rows."""
 
-    values: list[Any]  # one tensor (or list of numbers) per column
     places: list[tuple[int, int, int]]  # per row: its column's number, first entry, one past the last
     lengths: list[int] | None  # per row: real extent of axis 1
     rounds_length: bool
 
-    def gather(self, rows: Sequence[int], multiple: int) -> Any:
-        """Entries of the rows, or None where they have none."""
+    def gather(self, values: Sequence[Any], rows: Sequence[int], multiple: int) -> Any:
+        """Entries of the rows, or None where they have none. values: one tensor (or list of numbers) per column."""
         runs: list[list[int]] = []
         for column, first, last in (self.places[row] for row in rows):
             if runs and runs[-1][0] == column and runs[-1][2] == first:
@@ -93,9 +94,9 @@ class Units:
                 runs.append([column, first, last])
         if not runs:
             return None
-        if isinstance(self.values[0], list):
-            return [number for column, first, last in runs for number in self.values[column][first:last]]
-        pieces = [self.values[column][first:last] for column, first, last in runs]
+        if isinstance(values[0], list):
+            return [number for column, first, last in runs for number in values[column][first:last]]
+        pieces = [values[column][first:last] for column, first, last in runs]
         if self.lengths is not None:
             longest = max(self.lengths[row] for row in rows)
             longest = -(-longest // multiple) * multiple if self.rounds_length else longest
@@ -112,7 +113,8 @@ class Table:
     columns: list[str]
     places: list[int]  # of the columns in the batch
     row_counts: list[int]
-    features: dict[str, RowFeature]
+    features: dict[str, RowLayout]
+    pad_values: Mapping[str, int]  # key -> what stands for a token that a column does not have, 0 if unset
     first_tokens: list[int]  # per column: the table's token at which its own first one stands
     positions: Literal["mask", "edges"] | None  # what position_ids are counted from; None: the model makes its own
     units: dict[str, Units]
@@ -128,21 +130,13 @@ class Table:
     real_tokens: int
     longest: int  # tokens of a row
     has_lengths: bool  # a row's extent is that of its real tokens, and there are no others within
-    packed: PackedTokens | None  # None: rows that need their padding
-    device: torch.device
+    packed: PackedRows | None  # None: rows that need their padding
 
     @property
     def num_rows(self) -> int:
         return sum(self.row_counts)
 
-    def holding(self, values: Mapping[str, list], device: torch.device) -> Table:
-        """The same rows: key -> one tensor per column, wherever they are now."""
-        features = {key: replace(feature, values=values[key]) for key, feature in self.features.items()}
-        packed = self.packed and PackedTokens(features, self.packed.rows, device)
-        units = {key: replace(units, values=values[key]) for key, units in self.units.items()}
-        return replace(self, features=features, units=units, packed=packed, device=device)
-
-    def packed_for(self, limits: ChunkLimits) -> PackedTokens | None:
+    def packed_for(self, limits: ChunkLimits) -> PackedRows | None:
         """The rows without padding, where that is how they are encoded."""
         return self.packed if limits.packs else None
 
@@ -203,7 +197,7 @@ class Table:
         most_rows, most_tokens, most_patches = (math.inf if size is None else size for size in given)
         bounds, start = [], begin
         if packed := self.packed_for(limits):  # no images, and many rows
-            before = packed.rows.starts.tolist()
+            before = packed.starts.tolist()
             while start < end:
                 stop = int(min(bisect_right(before, before[start] + most_tokens) - 1, start + most_rows, end))
                 bounds.append((start, max(start + 1, stop)))
@@ -269,6 +263,7 @@ class Table:
 
     def gather(
         self,
+        values: Mapping[str, list],
         order: ChunkOrder,
         places: Sequence[Places],
         window: tuple[int, int],
@@ -276,16 +271,20 @@ class Table:
         has_vision: bool,
         num_repeated: int,
     ) -> dict[str, Any]:
-        """What the model takes for the rows at these places of a chunk order, the last one repeated so often."""
+        """What the model takes for the rows at these places of a chunk order, the last one repeated so often. values:
+        of every key, one per column."""
         runs = order.runs(places, num_repeated)
-        gathered: dict[str, Any] = {key: feature.gather(runs, *window) for key, feature in self.features.items()}
+        found: dict[str, Any] = {
+            key: gathered(values[key], layout, self.pad_values.get(key, 0), self.first_tokens, runs, window)
+            for key, layout in self.features.items()
+        }
         if self.positions == "edges":
-            gathered["position_ids"] = positions_of_edges(runs, self.first_tokens, *window, self.device)
+            found["position_ids"] = positions_of_edges(runs, self.first_tokens, *window, order.device)
         elif self.positions == "mask" and not has_vision:
             # What the model gives to all rows of a batch with images; without images it would count from the edge.
-            gathered["position_ids"] = positions_of_mask(gathered["attention_mask"])
+            found["position_ids"] = positions_of_mask(found["attention_mask"])
         if has_vision:
             rows = order.laid[places[0][1] : places[-1][2]].tolist()
-            images = {key: units.gather(rows, multiple) for key, units in self.units.items()}
-            gathered |= {key: value for key, value in images.items() if value is not None}
-        return gathered
+            images = {key: units.gather(values[key], rows, multiple) for key, units in self.units.items()}
+            found |= {key: value for key, value in images.items() if value is not None}
+        return found

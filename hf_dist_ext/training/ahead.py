@@ -55,16 +55,11 @@ class Cuts:
     loaded: Mapping[str, list] | None = None
 
     def without_tensors(self) -> Cuts:
-        if self.wide is not None:
-            self.wide.prepare()
-        return self._of(self.chunked.without_tensors())
+        return Cuts(self.request, self.chunked.without_tensors(), self.wide and self.wide.without_tensors())
 
     def of(self, batch: Batch) -> Cuts:
-        return self._of(self.chunked.of_batch(batch))
-
-    def _of(self, chunked: ChunkedBatch) -> Cuts:
-        """The same cuts of other tables, which both chunks have in common."""
-        return Cuts(self.request, chunked, self.wide and self.wide.of_tables(chunked.tables))
+        chunked = self.chunked.of_batch(batch)
+        return Cuts(self.request, chunked, self.wide and self.wide.of_batch(chunked.columns))
 
     def are_of(self, batch: Batch) -> bool:
         """Whether the columns are those that were cut, and hold what the loader gave."""
@@ -121,7 +116,7 @@ class Cutter:
         if cuts.request.limits != request.limits:
             if self._keeps_apart(cuts, cuts.request.limits) != self._keeps_apart(cuts, request.limits):
                 return self.cut(batch, request)
-            return self._decided(ChunkedBatch(cuts.chunked.tables, request.limits), request)
+            return self._decided(cuts.chunked.within(request.limits), request)
         return cuts if cuts.request == request else self._widened(cuts.chunked, request)
 
     def _keeps_apart(self, cuts: Cuts, limits: ChunkLimits) -> bool:

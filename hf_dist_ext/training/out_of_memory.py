@@ -237,7 +237,7 @@ def place_out_of_memory(
         place = REPLAY
         graphs = [encode(chunk) for chunk in costliest for _ in range(num_kept)]
         place = LOSS
-        torch.empty(loss_bytes(size), dtype=torch.uint8, device=chunked.tables[0].device)
+        torch.empty(loss_bytes(size), dtype=torch.uint8, device=chunked.device)
         place = REPLAY
         graphs += [encode(chunk) for chunk in costliest]
         outputs = [one for output in graphs for one in tensors_of(output)]

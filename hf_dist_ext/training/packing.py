@@ -92,6 +92,6 @@ def decided(chunked: ChunkedBatch, asked: bool | str) -> ChunkedBatch:
                 'follow the longest row. Set it to "auto", which pads such batches.'
             )
         return chunked
-    padded = ChunkedBatch(chunked.tables, replace(chunked.limits, packs=False))
+    padded = chunked.within(replace(chunked.limits, packs=False))
     (_, tokens), (_, packed) = padded.count_tokens(), chunked.count_tokens()
     return chunked if tokens - packed >= PADDING_WORTH_PACKING * tokens else padded

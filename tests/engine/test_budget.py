@@ -46,7 +46,7 @@ def batch(rows: int = 120):
 def cut(budget: ChunkBudget, data, given: ChunkLimits = ChunkLimits(), may_settle: bool = True) -> ChunkedBatch:  # noqa: B008
     chunked = lay_out(data, ChunkLimits(packs=given.packs))
     budget.propose(may_settle)
-    return ChunkedBatch(chunked.tables, budget.limits(longest_row(chunked), budget.proposed, given))
+    return chunked.within(budget.limits(longest_row(chunked), budget.proposed, given))
 
 
 def settled(budget: ChunkBudget, model, data, given: ChunkLimits = ChunkLimits()) -> ChunkedBatch:  # noqa: B008

@@ -760,11 +760,9 @@ def test_grids_without_token_types_are_refused(name):
     refused(features, config, "image_grid_thw without mm_token_type_ids.*Keep the processor's mm_token_type_ids")
 
 
-def test_an_unknown_feature_needs_its_axis_named():
+def test_an_unknown_feature_goes_with_rows_or_images_or_is_refused():
     features, config = features_of("llava", (0, 1, 3))
-    refused(
-        {**features, "regions": pixels(7, 2)}, config, r"cannot cut regions \(7, 2\); name its axis in feature_axes"
-    )
+    refused({**features, "regions": pixels(7, 2)}, config, r"cannot cut regions \(7, 2\)\. .* Leave it out")
     known = {**features, "per_row": pixels(3, 2), "per_image": pixels(4, 2)}
     chunks = lay_out({"query": known}, ChunkLimits(1), model_config=config).chunks()
     assert [len(chunk.features.get("per_image", ())) for chunk in chunks] == [0, 3, 1]
@@ -774,24 +772,6 @@ def test_an_unknown_feature_needs_its_axis_named():
 def test_a_feature_that_fits_rows_and_images_alike_is_refused():
     features, config = features_of("llava", (0, 1, 2))
     refused({**features, "regions": pixels(3, 2)}, config, "cannot cut regions")
-
-
-def test_feature_axes_name_rows_counts_and_what_is_shared():
-    features = collate(Rows([words(n) for n in (2, 5, 3)]))
-    more = {
-        "boxes": torch.arange(7.0),
-        "num_boxes": torch.tensor([4, 0, 3]),
-        "planes": torch.arange(6).reshape(2, 3),
-        "table": pixels(5, 5),
-    }
-    axes = {"boxes": "num_boxes", "planes": 1, "table": None}
-    chunks = lay_out({"query": {**features, **more}}, ChunkLimits(1), feature_axes=axes).chunks()
-    assert [chunk.features["planes"][1].tolist() for chunk in chunks] == [[4], [5], [3]]
-    boxes = [chunk.features.get("boxes", torch.tensor([])).tolist() for chunk in chunks]
-    assert boxes == [[], [4, 5, 6], [0, 1, 2, 3]]
-    assert all(chunk.features["table"] is more["table"] and "num_boxes" not in chunk.features for chunk in chunks)
-    refused({**features, **more}, None, "axis 0 of planes", feature_axes={**axes, "planes": 0})
-    refused({**features, **more}, None, "num_boxes must count", feature_axes={**axes, "table": "num_boxes"})
 
 
 # ---- synchronisations ----

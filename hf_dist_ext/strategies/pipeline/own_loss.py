@@ -216,7 +216,7 @@ def cut_rows(batch: Mapping[str, Any], rows_per_chunk: int) -> list[Chunk]:
     rows, width = ids.shape
     bounds = [(start, min(start + rows_per_chunk, rows)) for start in range(0, rows, rows_per_chunk)]
     return [
-        Chunk(partial(_rows, batch, start, stop), ids.device, width, (stop - start) * width, None, 0, start, stop)
+        Chunk(partial(_rows, batch, start, stop), width, (stop - start) * width, None, 0, start, stop)
         for start, stop in bounds
     ]
 
