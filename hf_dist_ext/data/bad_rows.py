@@ -1,7 +1,7 @@
 """Training rows that cannot be read or made into features are named, and up to `max_bad_rows` of them are replaced.
 
-(1) A loader fetches and collates a batch as ever. Only when that fails, it tries the rows of the batch one by one,
-    then each beside a row that is as others are, since losses take as many negatives of every row
+(1) A `BatchMaker` reads and collates the rows of a batch as ever. Only when that fails, it tries them one by one, then
+    each beside a row that is as others are, since losses take as many negatives of every row
 (2) Without `max_bad_rows` a bad row is an error that names the dataset, the row, the column and the rank
 (3) With it a bad row is replaced, so that no batch is shorter: by the next row of the dataset that is good and not in
     the batch. A stream has no next row to ask for, so the last good row that this worker has seen takes the place
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from hf_dist_ext.data.mixture import SOURCE, Mixture, RowsAround
 from hf_dist_ext.data.storage import with_retries
-from hf_dist_ext.data.stream_order import DealtRows
+from hf_dist_ext.data.stream_order import Dealt, DealtRows
 from hf_dist_ext.errors import RunError, StorageError, UsageError
 
 LISTED = 64  # row numbers kept per loader worker, at least
@@ -64,172 +64,166 @@ class Tally:
         return sorted(bad)
 
 
-class GuardedRows(RowsAround):
-    """A map-style dataset whose rows come as (number, row or the error that reading it raised)."""
+class RowNumbers(RowsAround):
+    """A map-style dataset to a loader, which hands the numbers of a batch's rows to its `BatchMaker`."""
 
-    def __getitem__(self, index: Any) -> tuple[int, Any]:
-        number = getattr(index, "number", index)  # of a row of a stream, which is its own index
-        try:
-            return number, with_retries(lambda: self.dataset[index], f"row {number}")  # (5)
-        except StorageError:
-            raise
-        except Exception as error:
-            return number, _Unreadable(error)
-
-    def __getitems__(self, indices: list) -> list[tuple[int, Any]]:
-        if hasattr(self.dataset, "__getitems__"):
-            with contextlib.suppress(Exception):  # of one of them; which, is found out below
-                return list(zip(indices, self.dataset.__getitems__(indices), strict=True))
-        return [self[index] for index in indices]
-
-
-class _Unreadable(Exception):
-    pass
+    def __getitem__(self, index: Any) -> Any:
+        return index
 
 
 @dataclass(eq=False)
-class GuardedCollator:
-    """Does (1) to (3) around the collator `collate`."""
+class BatchMaker:
+    """What a training loader calls for a batch: reads the rows, collates them, and does (1) to (3).
+
+    Args:
+        dataset: of whose rows a batch is the numbers; None: of a stream it is the rows.
+        then: each is called with the batch that the one before gives: what takes place where batches are made.
+    """
 
     collate: Callable
-    rows: GuardedRows | None  # None for a stream
+    dataset: Any
     name: str
     tally: Tally
     can_replace: bool  # (3) holds, else (2)
-    is_numbered: bool = True  # rows come as from `GuardedRows`, not plainly
     rank: int = 0  # for errors
+    then: Sequence[Callable[[Any], Any]] = ()
     num_seen: int = 0
-    last_good: dict[str | None, tuple[int, Any]] = field(default_factory=dict)  # by source, None: there is one only
+    last_good: dict[str | None, Any] = field(default_factory=dict)  # by source, None: there is one only
+
+    def __post_init__(self):
+        # a stream's row, which is its own number here, can not be asked for
+        self.has_numbers = self.dataset is not None and not isinstance(self.dataset, DealtRows)
 
     def __call__(self, batch: list) -> Any:
-        if not self.is_numbered:
-            batch = list(enumerate(batch, self.num_seen))
+        if self.dataset is None:
+            batch = [Dealt(number, row) for number, row in enumerate(batch, self.num_seen)]
             self.num_seen += len(batch)
         try:
-            return self._collated(batch)
+            return self._made(batch)
         except StorageError:
             raise
         except Exception:
             standard, reasons = self._judged(batch)
             if not any(reasons):
                 raise  # of the batch, not of a row
-        return self._collated(self._replaced(batch, standard, reasons))
+        return self._made(self._replaced(batch, standard, reasons))
 
-    def _collated(self, batch: list[tuple[int, Any]]) -> Any:
-        rows = [row for _, row in batch]
-        collated = with_retries(lambda: self._made_of(rows), f"a batch of {self.name}")  # (5): opens pictures
-        self.last_good[self._source(rows[-1])] = batch[-1]
-        if self.rows is not None and hasattr(collated, "get") and isinstance(collated.get("ids"), dict):
-            collated["ids"]["row"] = torch.tensor([number for number, _ in batch])  # for reports; no loss reads it
-        return collated
+    def _made(self, batch: list) -> Any:
+        made = self._collated(batch)
+        self.last_good[_source(batch[-1])] = batch[-1]
+        if self.has_numbers and hasattr(made, "get") and isinstance(made.get("ids"), dict):
+            made["ids"]["row"] = torch.tensor(batch)  # for reports; no loss reads it
+        for change in self.then:
+            made = change(made)
+        return made
 
-    def _made_of(self, rows: list) -> Any:
-        for row in rows:
-            if isinstance(row, _Unreadable):
-                raise row.args[0]
-        return self.collate(rows)
+    def _collated(self, batch: list) -> Any:
+        rows = self._rows(batch)
+        return with_retries(lambda: self.collate(rows), f"a batch of {self.name}")  # (5): opens pictures
 
-    def _error_of(self, rows: list) -> Exception | None:
+    def _rows(self, batch: list) -> list:
+        if hasattr(self.dataset, "__getitems__"):
+            with contextlib.suppress(Exception):  # of one of them; which, is found out below
+                return self.dataset.__getitems__(batch)
+        return [self._row(one) for one in batch]
+
+    def _row(self, one: Any) -> Any:
+        if self.dataset is None:
+            return one.row
+        return with_retries(lambda: self.dataset[one], f"row {_number(one)}")  # (5)
+
+    def _error_of(self, batch: list) -> Exception | None:
         try:
-            self._made_of(rows)
+            self._collated(batch)
         except StorageError:
             raise
         except Exception as error:
             return error
         return None
 
-    def _judged(self, batch: list[tuple[int, Any]]) -> tuple[list, list[Exception | None]]:
+    def _judged(self, batch: list) -> tuple[list, list[Exception | None]]:
         """A row that every row must go with, if there is one, and per row of the batch why it cannot be used."""
-        reasons = [self._error_of([row]) for _, row in batch]
-        good = [row for (_, row), reason in zip(batch, reasons, strict=True) if reason is None]
-        standard = self._standard(batch[0][0], good) if good else []
-        beside = (reason or self._odd(standard, row) for (_, row), reason in zip(batch, reasons, strict=True))
+        reasons = [self._error_of([one]) for one in batch]
+        good = [one for one, reason in zip(batch, reasons, strict=True) if reason is None]
+        standard = self._standard(batch[0], good) if good else []
+        beside = (reason or self._odd(standard, one) for one, reason in zip(batch, reasons, strict=True))
         return standard, list(beside)
 
-    def _standard(self, number: int, good: list) -> list:
+    def _standard(self, first: Any, good: list) -> list:
         """The first row of the dataset; of a stream the last good one. Else that of the batch which most go with."""
-        if self.rows is None:
-            known = self.last_good.get(self._source(good[0]))
-        else:
-            known = self.rows[self._others(number)[0]]
-        row = None if known is None else known[1]
-        if row is None or self._error_of([row]) is not None:
-            row = max(good[:COMPARED], key=lambda one: sum(self._odd([one], row) is None for row in good))
-        return [row] if self._error_of([row, row]) is None else []  # else no two rows can be collated
+        known = self._others(first)[0] if self.has_numbers else self.last_good.get(_source(good[0]))
+        if known is None or self._error_of([known]) is not None:
+            known = max(good[:COMPARED], key=lambda one: sum(self._odd([one], other) is None for other in good))
+        return [known] if self._error_of([known, known]) is None else []  # else no two rows can be collated
 
-    def _odd(self, standard: list, row: Any) -> UsageError | None:
-        error = self._error_of([*standard, row]) if standard else None
+    def _odd(self, standard: list, one: Any) -> UsageError | None:
+        error = self._error_of([*standard, one]) if standard else None
         return error if isinstance(error, UsageError) else None  # others may be of the batch
 
-    def _replaced(
-        self, batch: list[tuple[int, Any]], standard: list, reasons: list[Exception | None]
-    ) -> list[tuple[int, Any]]:
-        good = [numbered for numbered, reason in zip(batch, reasons, strict=True) if reason is None]
+    def _replaced(self, batch: list, standard: list, reasons: list[Exception | None]) -> list:
+        good = [one for one, reason in zip(batch, reasons, strict=True) if reason is None]
         for position, reason in enumerate(reasons):
             if reason is None:
                 continue
-            number, row = batch[position]
             if not self.can_replace:
-                raise UsageError(self._in_words(number, row, reason, len(batch) - len(good))) from reason
-            self.tally.add(number)
-            batch[position] = self._replacement(batch[position], {number for number, _ in good}, good, standard)
+                raise UsageError(self._in_words(batch[position], reason, len(batch) - len(good))) from reason
+            self.tally.add(_number(batch[position]))
+            batch[position] = self._replacement(batch[position], good, standard)
             good.append(batch[position])
         return batch
 
-    def _replacement(self, bad: tuple[int, Any], taken: set[int], good: list, standard: list) -> tuple[int, Any]:
-        number, row = bad
-        if self.rows is None:
-            last = self.last_good.get(self._source(row))
+    def _replacement(self, bad: Any, good: list, standard: list) -> Any:
+        if not self.has_numbers:
+            last = self.last_good.get(_source(bad))
             if last is None and not good:
                 raise UsageError(f"{self.name}: no row of the first batch can be used. Look at the dataset.")
             return last or good[0]
-        first, count = self._others(number)
-        tried = [first + (number - first + step) % count for step in range(1, min(TRIES, count))]
-        free = [other for other in tried if other not in taken]
+        first, count = self._others(bad)
+        tried = [first + (bad - first + step) % count for step in range(1, min(TRIES, count))]
+        free = [other for other in tried if other not in good]
         for other in free:
-            found = self.rows[other]
-            if self._error_of([found[1]]) is None and self._odd(standard, found[1]) is None:
-                return found
+            if self._error_of([other]) is None and self._odd(standard, other) is None:
+                return other
         raise UsageError(
-            f"{self.name}: row {number} cannot be used. Of the {len(tried)} rows after it {len(tried) - len(free)} "
+            f"{self.name}: row {bad} cannot be used. Of the {len(tried)} rows after it {len(tried) - len(free)} "
             f"are in the batch already and {len(free)} cannot be used either. Mend the rows, or lower the batch size."
         )
 
-    def _source(self, row: Any) -> str | None:
-        return row.get(SOURCE) if isinstance(row, dict) else None
-
     def _others(self, number: int) -> tuple[int, int]:
         """The first of the rows that may stand for another, and how many there are: those of its source."""
-        if not isinstance(self.rows.dataset, Mixture):
-            return 0, len(self.rows)
-        source, row = self.rows.dataset.locate(number)
+        if not isinstance(self.dataset, Mixture):
+            return 0, len(self.dataset)
+        source, row = self.dataset.locate(number)
         return number - row, len(source)
 
-    def _in_words(self, number: int, row: Any, reason: Exception, count: int) -> str:
+    def _in_words(self, one: Any, reason: Exception, count: int) -> str:
         rank, remedy, name = self.rank, "Mend or remove the row, or let max_bad_rows replace some.", self.name
         remedy += f" Like it are {count} rows of this batch." * (count > 1)
-        if isinstance(getattr(self.rows, "dataset", None), Mixture):
-            source, _ = self.rows.dataset.locate(number)
+        if isinstance(self.dataset, Mixture):
+            source, _ = self.dataset.locate(one)
             name = f'source "{source.name}" of datasets'
-        row_number, is_ours = original_row(self.rows, number), isinstance(reason, UsageError | RunError)
+        row_number, is_ours = original_row(self.dataset, _number(one)), isinstance(reason, UsageError | RunError)
         if is_ours and re.search(rf"\brow {row_number}\b", str(reason)):  # it names the row, and better
             return f"{reason} (Found on rank {rank}. {remedy})"
         what = str(reason) if is_ours else f"{type(reason).__name__}: {reason}"
         where = f"{name}, row {row_number} (counted from 0)"
-        if self.rows is None and self.is_numbered:
-            where += " of the epoch's order"
-        elif self.rows is None:
+        if self.dataset is None:
             where += f" of those that loader worker {getattr(get_worker_info(), 'id', 0)} read"
-        column = self._bad_column(number, row, reason)
+        elif not self.has_numbers:
+            where += " of the epoch's order"
+        column = self._bad_column(one, reason)
         where += "" if column is None else f', column "{column}"'
         return f"{where}, on rank {rank} cannot be used: {what} {remedy}"
 
-    def _bad_column(self, number: int, row: Any, reason: Exception) -> str | None:
-        names = list(row) if isinstance(row, dict) else list(getattr(self.rows, "column_names", None) or ())
-        if isinstance(row, _Unreadable) and hasattr(self.rows, "select_columns"):
-            for name in names:
+    def _bad_column(self, one: Any, reason: Exception) -> str | None:
+        try:
+            row = self._row(one)
+            names = list(row) if isinstance(row, dict) else []
+        except Exception:
+            row, names = None, list(getattr(self.dataset, "column_names", None) or ())
+            for name in names if hasattr(self.dataset, "select_columns") else ():
                 try:
-                    self.rows.select_columns([name])[number]
+                    self.dataset.select_columns([name])[one]
                 except Exception:
                     return name
         said = [name for name in names if re.search(rf"['\"]{re.escape(name)}['\"]", str(reason))]
@@ -237,17 +231,27 @@ class GuardedCollator:
         return next(iter([*said, *empty]), None)
 
 
-def guard_rows(loader: DataLoader, name: str, max_bad_rows: int | None, rank: int) -> Tally:
-    """Let a loader do (1) to (4). Its sampling, sharding and workers stay what they are."""
+def _number(one: Any) -> int:
+    return getattr(one, "number", one)
+
+
+def _source(one: Any) -> str | None:
+    """That of a stream's row; None of a number, or where there is one source."""
+    row = getattr(one, "row", None)
+    return row.get(SOURCE) if isinstance(row, dict) else None
+
+
+def make_batches(
+    loader: DataLoader, name: str, max_bad_rows: int | None, rank: int, then: Sequence[Callable[[Any], Any]] = ()
+) -> Tally:
+    """Let a loader's batches be made by a `BatchMaker`. Its sampling, sharding and workers stay what they are."""
     can_replace = bool(max_bad_rows)
     loader = getattr(loader, "base_dataloader", loader)  # inside of accelerate's, which asks it for everything
-    tally, rows = Tally(loader.num_workers, max(LISTED, 1 + (max_bad_rows or 0))), None
-    is_numbered = not isinstance(loader.dataset, torch.utils.data.IterableDataset)
-    if is_numbered:
-        rows = GuardedRows(loader.dataset)
-        object.__setattr__(loader, "dataset", rows)  # DataLoader guards the name, but for its batches, which stay
-        rows = None if isinstance(rows.dataset, DealtRows) else rows
-    loader.collate_fn = GuardedCollator(loader.collate_fn, rows, name, tally, can_replace, is_numbered, rank)
+    tally, dataset = Tally(loader.num_workers, max(LISTED, 1 + (max_bad_rows or 0))), None
+    if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        dataset = loader.dataset
+        object.__setattr__(loader, "dataset", RowNumbers(dataset))  # DataLoader guards the name, but for its batches
+    loader.collate_fn = BatchMaker(loader.collate_fn, dataset, name, tally, can_replace, rank, then)
     return tally
 
 
@@ -259,8 +263,8 @@ def name_of(dataset: Any) -> str:
 def original_row(rows: Any, number: int) -> int:
     """The row's number before rows were selected or shuffled (`datasets` keeps an index then); in a mixture, that in
     its source."""
-    if isinstance(getattr(rows, "dataset", None), Mixture):
-        source, number = rows.dataset.locate(number)
+    if isinstance(rows, Mixture):
+        source, number = rows.locate(number)
         rows = source.dataset
     indices = getattr(rows, "_indices", None)
     return number if indices is None else indices.column(0)[number].as_py()

@@ -181,21 +181,6 @@ def _check_repeatable(computed: list, again: list) -> None:
         )
 
 
-class CachingCollator:
-    """The trainer's collator, whose batches go on from stored features."""
-
-    def __init__(self, collate: Callable, cache: FeatureCache):
-        self.collate, self.cache = collate, cache
-
-    def __call__(self, rows: list) -> dict[str, Any]:
-        return self.cache.replace(self.collate(rows))
-
-    def __getattr__(self, name: str) -> Any:  # columns, id_column, ...
-        if name in ("collate", "cache") or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.collate, name)
-
-
 def filled(
     model: nn.Module, dataset: Any, collate: Callable, args: Any, autocast: Autocast, stand_in: ImageStandIn | None
 ) -> FeatureCache:

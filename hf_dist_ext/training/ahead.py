@@ -1,7 +1,7 @@
 """Batches are cut where they are made, in the loader's workers, while their tensors are on the CPU.
 
-(1) `AheadCollator` stands around the training loader's collator. It cuts every batch within the limits of the last
-    step, which are in memory that workers share, and puts the cuts beside the columns
+(1) `CutAhead` cuts every batch when its collator has made it (data/bad_rows.py), within the limits of the last step,
+    which are in memory that workers share, and puts the cuts beside the columns
 (2) accelerate brings the tensors of the batch to the device; the cuts are numbers of the host and stay as they are
 (3) `remember` notes the tensors, once they are where and of the dtype that a step takes
 (4) `StepSizes.cut` takes the cuts of a batch that still consists of these. One that somebody has changed since is cut
@@ -14,12 +14,11 @@ So the training process reads no attention mask back from a device, and does not
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from hf_dist_ext.data.collator import CUTS, RESERVED
 from hf_dist_ext.data.mixture import SOURCE
@@ -150,17 +149,15 @@ class SharedCutRequest:
 
 
 @dataclass(eq=False)
-class AheadCollator:
-    """The collator `collate`, whose batches bring their cuts. num_columns: source of a batch -> how many of its
-    columns the loss reads, None: all; "" stands for all other sources."""
+class CutAhead:
+    """A batch with its cuts. num_columns: source of a batch -> how many of its columns the loss reads, None: all; ""
+    stands for all other sources."""
 
-    collate: Callable
     cutter: Cutter
     request: SharedCutRequest
     num_columns: Mapping[str, int | None]
 
-    def __call__(self, rows: list) -> Any:
-        batch = self.collate(rows)
+    def __call__(self, batch: Any) -> Any:
         if not isinstance(batch, Mapping) or not all(isinstance(value, Mapping) for value in batch.values()):
             return batch  # which the step refuses, in words
         names = _columns(batch)
@@ -171,11 +168,3 @@ class AheadCollator:
         except UsageError:
             return batch  # the training process comes to the same error, and tells it
         return {**batch, CUTS: {"all": cuts.without_tensors()}}  # a mapping, as every value of a batch
-
-
-def cut_ahead(
-    loader: DataLoader, cutter: Cutter, request: SharedCutRequest, num_columns: Mapping[str, int | None]
-) -> None:
-    """Let a loader's batches bring their cuts."""
-    loader = getattr(loader, "base_dataloader", loader)  # inside of accelerate's, which asks it for everything
-    loader.collate_fn = AheadCollator(loader.collate_fn, cutter, request, num_columns)

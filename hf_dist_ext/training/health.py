@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.utils import logging
 
-from hf_dist_ext.data.bad_rows import Tally, guard_rows, in_short, listing, name_of
+from hf_dist_ext.data.bad_rows import Tally, in_short, listing, make_batches, name_of
 from hf_dist_ext.engine import replay
 from hf_dist_ext.engine.replay import ReplayError
 from hf_dist_ext.engine.rows import moved
@@ -296,18 +296,19 @@ class BadRowCount:
     def __init__(self, limit: int | None, run: Running):
         self.limit, self.run, self.count = limit, run, 0
         self._tally: Tally | None = None  # of this rank's loader
-        self._loader: DataLoader | None = None
+        self._dataset: Any = None
         self._name, self._has_numbers = "", True
         self._numbers: set[int] = set()
         self._before: list[int] = []  # counts of this rank's loader workers before this epoch
         self._resumed: tuple[int, set[int]] = (0, set())  # of this epoch before this run: how many, their numbers
 
-    def watch(self, loader: DataLoader, dataset: Any) -> None:
-        """Let the training loader replace rows, or name the one that it fails at."""
-        self._loader, self._name = loader, name_of(dataset)
+    def watch(self, loader: DataLoader, dataset: Any, then: Sequence[Callable[[Any], Any]]) -> None:
+        """Let the training loader replace rows, or name the one that it fails at. `then`: what becomes of batches
+        where they are made."""
+        self._dataset, self._name = dataset, name_of(dataset)
         # In a stream a row has no number that another run would know it by.
         self._has_numbers = not isinstance(dataset, IterableDataset)
-        self._tally = guard_rows(loader, self._name, self.limit, collectives.rank())
+        self._tally = make_batches(loader, self._name, self.limit, collectives.rank(), then)
 
     def begin_epoch(self, begun: dict[str, Any] | None) -> None:
         """`begun`: what `of_epoch` gave to the checkpoint from which this epoch goes on."""
@@ -356,8 +357,8 @@ class BadRowCount:
             logger.warning(f"rows of {self._name} that could not be used: {'; '.join(listed)}")
 
     def _listed(self) -> list[str]:
-        rows = getattr(self._loader, "dataset", None)
-        text = f"{self._tally.count()} rows replaced, {listing(self._tally, rows)}" if self._tally.count() else ""
+        count = self._tally.count()
+        text = f"{count} rows replaced, {listing(self._tally, self._dataset)}" if count else ""
         ranks = range(0, collectives.world_size(), self.run.strategy.rows.shared_by)
         return [text for text in collectives.texts_of(text, ranks) if not text.endswith(": ")]
 

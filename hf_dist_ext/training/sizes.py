@@ -35,7 +35,7 @@ from hf_dist_ext.frozen.encode_once import forward_bytes_per_token, has_frozen_b
 from hf_dist_ext.models.embedder import Embedder
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.training import compiling
-from hf_dist_ext.training.ahead import Batch, CutRequest, Cuts, Cutter, SharedCutRequest, cut_ahead
+from hf_dist_ext.training.ahead import Batch, CutAhead, CutRequest, Cuts, Cutter, SharedCutRequest
 from hf_dist_ext.training.out_of_memory import (
     ALL_GRAPHS,
     PLACES,
@@ -285,10 +285,10 @@ class StepSizes:
         wide = wide if self.may_widen else None
         return Layout(chunked, wide, counts, min(num_kept), any(is_larger), batch, is_completed)
 
-    def cut_ahead(self, loader: Any) -> None:
-        """Let the batches of a loader be cut where it makes them."""
+    def cut_ahead(self) -> CutAhead:
+        """What cuts the batches of a loader where it makes them."""
         self.request = SharedCutRequest(self._request())
-        cut_ahead(loader, self._cutter, self.request, num_columns_of(self.run.loss))
+        return CutAhead(self._cutter, self.request, num_columns_of(self.run.loss))
 
     @cached_property
     def _cutter(self) -> Cutter:

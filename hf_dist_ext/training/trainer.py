@@ -386,9 +386,9 @@ class DistTrainer(Trainer):
             self._prepare_texts()
             loader = self._loader_in_one_order() if position.reads_in_one_order else self._loader_of_rest()
         if self.has_own_arguments and isinstance(loader, DataLoader):
-            self.health.bad_rows.watch(loader, dataset)
-        if self.step is not None and isinstance(loader, DataLoader):
-            self.step.sizes.cut_ahead(loader)
+            then = [] if self.feature_cache is None else [self.feature_cache.replace]
+            then += [] if self.step is None else [self.step.sizes.cut_ahead()]
+            self.health.bad_rows.watch(loader, dataset, then)
         return loader
 
     def _prepare_texts(self) -> None:
@@ -404,11 +404,10 @@ class DistTrainer(Trainer):
         """Where frozen features are kept, batches are to hold them."""
         if self.options.frozen_feature_cache is None:
             return
-        collate, options = self.data_collator, (self.args, self.accelerator.autocast, self.image_stand_in)
+        given = self.data_collator, self.args, self.accelerator.autocast, self.image_stand_in
         if self.feature_cache is None:
-            self.feature_cache = feature_cache.filled(self.bare_model, self.train_dataset, collate, *options)
+            self.feature_cache = feature_cache.filled(self.bare_model, self.train_dataset, *given)
         self.feature_cache.must_have_all = self.strategy.frozen_forwards_are_collective
-        self.data_collator = feature_cache.CachingCollator(collate, self.feature_cache)
 
     def _loader_of_rest(self) -> Any:
         """Trainer's own loader, of what a resumed run has still to read."""

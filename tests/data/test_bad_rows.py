@@ -6,7 +6,7 @@ import datasets
 import pytest
 import torch
 
-from hf_dist_ext.data.bad_rows import GuardedCollator, GuardedRows, Tally
+from hf_dist_ext.data.bad_rows import BatchMaker, RowNumbers, Tally
 from hf_dist_ext.data.mixture import SOURCE
 from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
@@ -63,16 +63,16 @@ def test_bad_rows_are_replaced_counted_and_listed_without_a_shorter_batch(tmp_pa
 
 def test_rows_of_the_batch_can_not_stand_for_another_and_that_is_said(tmp_path):
     """Rows 0 to 7 are the batch; 8 is bad too."""
-    guarded = GuardedRows(pairs({3: None, 8: ""}, 9))
+    data = pairs({3: None, 8: ""}, 9)
     collate = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"])
-    collator = GuardedCollator(collate, guarded, "the rows", Tally(0), can_replace=True)
+    maker = BatchMaker(collate, data, "the rows", Tally(0), can_replace=True)
     with pytest.raises(
         UsageError, match="row 3 cannot be used. Of the 8 rows after it 7 are in the batch already and 1 "
     ):
-        collator(guarded.__getitems__(list(range(8))))
-    collator.can_replace = False
+        maker(list(range(8)))
+    maker.can_replace = False
     with pytest.raises(UsageError, match=r"row 3 .* Like it are 2 rows of this batch.$"):
-        collator(guarded.__getitems__(list(range(9))))
+        maker(list(range(9)))
 
 
 def test_one_more_than_the_limit_ends_the_run(tmp_path):
@@ -128,21 +128,20 @@ def test_a_column_that_cannot_be_decoded_is_named():
         {"text": ["a", "b"], "image": [{"bytes": b"no image", "path": None}] * 2},
         features=datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()}),
     )
-    rows = GuardedRows(images)
-    collate = GuardedCollator(list, rows, "pictures", Tally(0), can_replace=False)
+    maker = BatchMaker(list, images, "pictures", Tally(0), can_replace=False)
     with pytest.raises(UsageError, match='pictures, row 1 .*, column "image"'):
-        collate(rows.__getitems__([1]))
+        maker([1])
 
 
 def test_a_bad_row_of_a_stream_is_replaced_by_the_last_good_one():
     collate = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"])
     stream = list(pairs({9: None}))
     guarded, tally = [], Tally(0)
-    one = GuardedCollator(collate, None, "the stream", tally, can_replace=True, is_numbered=False)
+    one = BatchMaker(collate, None, "the stream", tally, can_replace=True)
     guarded = [one(stream[:8]), one(stream[8:16])]
     assert tally.rows() == [9] and tally.count() == 1
     assert guarded[1]["ids"]["positive"][1] == collate([stream[7]])["ids"]["positive"][0]
-    strict = GuardedCollator(collate, None, "the stream", tally, can_replace=False, is_numbered=False)
+    strict = BatchMaker(collate, None, "the stream", tally, can_replace=False)
     strict(stream[:8])
     with pytest.raises(UsageError, match='row 9 .* of those that loader worker 0 read, column "positive"'):
         strict(stream[8:16])
@@ -158,18 +157,18 @@ def test_a_row_with_fewer_negatives_than_others_is_a_bad_row():
     collate = ContrastiveCollator(tiny_tokenizer(), ["query", "positive", "negative"], same_number_of_negatives=True)
     for few in ((5, 9), (0, 9), (0, 1)):
         stream, tally = list(triplets(few)), Tally(0)
-        one = GuardedCollator(collate, None, "the stream", tally, can_replace=True, is_numbered=False)
+        one = BatchMaker(collate, None, "the stream", tally, can_replace=True)
         batches = [one(stream[start : start + 8]) for start in range(0, 24, 8)]
         assert tally.rows() == [*few]
         assert [len(batch["ids"]["negative"]) for batch in batches] == [16] * 3
-    rows, tally = GuardedRows(triplets((5, 6, 9))), Tally(0)
-    batch = GuardedCollator(collate, rows, "it", tally, can_replace=True)(rows.__getitems__([4, 5]))
+    rows, tally = triplets((5, 6, 9)), Tally(0)
+    batch = BatchMaker(collate, rows, "it", tally, can_replace=True)([4, 5])
     assert batch["ids"]["row"].tolist() == [4, 7] and tally.rows() == [5], "6 cannot take the place of 5 either"
-    batch = GuardedCollator(collate, rows, "it", Tally(0), can_replace=True)(rows.__getitems__([5, 4]))
+    batch = BatchMaker(collate, rows, "it", Tally(0), can_replace=True)([5, 4])
     assert batch["ids"]["row"].tolist() == [7, 4], "rows are compared with the first of the dataset"
-    strict = GuardedCollator(collate, rows, "it", tally, can_replace=False)
+    strict = BatchMaker(collate, rows, "it", tally, can_replace=False)
     with pytest.raises(UsageError, match=r"it, row 5 \(counted from 0\).*one row has 2 negatives and another one 1"):
-        strict(rows.__getitems__([4, 5]))
+        strict([4, 5])
 
 
 def test_a_bad_row_of_a_mixed_stream_is_replaced_by_one_of_its_source():
@@ -177,7 +176,7 @@ def test_a_bad_row_of_a_mixed_stream_is_replaced_by_one_of_its_source():
     first, second = [[row | {SOURCE: name} for row in pairs({9: None})] for name in ("first", "second")]
     tally = Tally(0)
     mixed = collate
-    one = GuardedCollator(mixed, None, "the streams", tally, can_replace=True, is_numbered=False)
+    one = BatchMaker(mixed, None, "the streams", tally, can_replace=True)
     batches = [one(rows) for rows in (first[:8], second[:8], first[8:16])]
     assert batches[2]["ids"]["positive"][1] == collate([first[7]])["ids"]["positive"][0] and tally.count() == 1
 
@@ -188,19 +187,18 @@ def test_an_error_of_the_batch_and_not_of_a_row_stays_what_it_is():
             raise RuntimeError("rows do not fit together")
         return rows
 
-    rows = GuardedRows([1, 2, 3])
     with pytest.raises(RuntimeError, match="do not fit together"):
-        GuardedCollator(collate, rows, "it", Tally(0), can_replace=True)(rows.__getitems__([0, 1]))
+        BatchMaker(collate, [1, 2, 3], "it", Tally(0), can_replace=True)([0, 1])
 
 
 def test_healthy_batches_are_the_same_and_carry_their_row_numbers_to_reports_only(tmp_path):
     data = pairs({})
     plain = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"])
-    rows = GuardedRows(data)
-    guarded = GuardedCollator(plain, rows, "it", Tally(0), can_replace=False)(rows.__getitems__([3, 7]))
+    guarded = BatchMaker(plain, data, "it", Tally(0), can_replace=False)([3, 7])
     assert guarded["ids"].pop("row").tolist() == [3, 7]
     expected = plain([data[3], data[7]])
     for column in expected:
         assert all(torch.equal(expected[column][name], guarded[column][name]) for name in expected[column])
+    rows = RowNumbers(data)
     assert len(rows) == 24 and rows.column_names == data.column_names
     assert json.dumps(rows.column_names)

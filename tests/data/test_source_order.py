@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hf_dist_ext.data import stream_order
-from hf_dist_ext.data.bad_rows import GuardedCollator, GuardedRows, Tally
+from hf_dist_ext.data.bad_rows import BatchMaker, Tally
 from hf_dist_ext.data.mixture import SOURCE, MixedStream, Mixture, drawn, shares
 from hf_dist_ext.data.order import OneSourceSampler
 from hf_dist_ext.data.row_ids import numbered
@@ -258,11 +258,10 @@ def test_a_bad_row_is_replaced_by_one_of_its_source_or_named_in_it(can_replace):
         seen[:] = batch
         return of_all(batch)
 
-    guarded = GuardedRows(rows)
-    guard = GuardedCollator(collate, guarded, "the training set", Tally(0), can_replace)
+    maker = BatchMaker(collate, rows, "the training set", Tally(0), can_replace)
     if can_replace:
-        guard(guarded.__getitems__([2, 3]))
+        maker([2, 3])
         assert [row["query"] for row in seen] == ["a 2", "a 0"]
     else:
         with pytest.raises(UsageError, match='source "a" of datasets, row 3'):
-            guard(guarded.__getitems__([2, 3]))
+            maker([2, 3])
