@@ -42,8 +42,8 @@ class Chunk:
     `has_vision`: vision layers run. `width`: tokens of the longest row, padding included where there is any; 0 without
     a token axis. `num_tokens`: of all rows, as they are computed; rows without a token axis. `num_computed`: rows
     that the model computes, those beyond `num_rows` to be dropped. `columns`: whose rows these are. `is_full`: whether
-    none of its texts is padded; None: not known, or rows end to end. `window`: its token columns. `places`: of padded
-    rows, where they stand in the order of all chunks. `features` is what the model takes; it is gathered anew at every
+    none of its texts is padded; None: not known, or rows end to end. `window`: its token columns. `places`: where its
+    rows stand in the order of all chunks. `features` is what the model takes; it is gathered anew at every
     access, so that tokens and pixels exist twice for the running chunk only.
     """
 
@@ -84,17 +84,14 @@ class ChunkedBatch:
         self.tables, self.limits, self.columns = tables, limits, columns
         self.bounds = [table.pack(limits) for table in tables]
 
-    def prepare(self) -> None:
-        """Make all numbers of the host: chunks are then made of them in a time that does not depend on the rows."""
-        _ = self.cuts, [packed.columns for table in self.tables if (packed := table.packed_for(self.limits))]
-
     def within(self, limits: ChunkLimits) -> ChunkedBatch:
         """The same sorted rows in other chunks."""
         return ChunkedBatch(self.tables, limits, self.columns)
 
     def without_tensors(self) -> ChunkedBatch:
-        """The same cuts, which can not be used before they are those of a batch again."""
-        self.prepare()
+        """The same cuts, which can not be used before they are those of a batch again. All numbers of the host are
+        made: chunks are then made of them in a time that does not depend on the rows."""
+        _ = self.cuts
         return self.of_batch({})
 
     def of_batch(self, batch: Mapping[str, Mapping[str, Any]]) -> ChunkedBatch:
@@ -174,7 +171,7 @@ class ChunkedBatch:
     def _gather(self, cut: Chunk) -> dict[str, Any]:
         table, values = self.tables[cut.source], self._values[cut.source]
         if isinstance(values, PackedTokens):
-            return values.gather(cut.start, cut.stop)
+            return values.gather(cut.places)
         order, multiple = self.orders[cut.source], self.limits.width_multiple
         return table.gather(values, order, cut.places, cut.window, multiple, cut.has_vision, cut.num_repeated)
 
@@ -182,17 +179,17 @@ class ChunkedBatch:
     def _values(self) -> list[dict[str, list] | PackedTokens]:
         """Per table key -> one value per column, or its rows without padding."""
         found: list[dict[str, list] | PackedTokens] = []
-        for table in self.tables:
+        for table, order in zip(self.tables, self.orders, strict=True):
             keys, packed = (*table.features, *table.units), table.packed_for(self.limits)
             values = {key: [self.columns[name][key] for name in table.columns] for key in keys}
-            found.append(values if packed is None else PackedTokens(values, packed, self.device))
+            found.append(values if packed is None else PackedTokens(values, packed, order))
         return found
 
     @cached_property
     def orders(self) -> list[ChunkOrder]:
         """Per table the order in which chunks hold its rows."""
         return [
-            order_of_chunks(t.order, t.row_counts, bounds, self.device, by_column=t.packed_for(self.limits) is None)
+            order_of_chunks(t.order, t.row_counts, bounds, self.device)
             for t, bounds in zip(self.tables, self.bounds, strict=True)
         ]
 
@@ -211,14 +208,10 @@ class ChunkedBatch:
             if source != index:
                 start, stop = table.num_rows - 1, table.num_rows
             window, tokens = table.window(start, stop, limits), table.cost(start, stop, limits)
-            if packed := table.packed_for(limits):
-                width, places, columns = packed.width(start, stop), [], order.columns(start, stop)
-                is_full = None
-            else:
-                place = int(np.flatnonzero(order.laid == table.order[start])[0]) if is_idle else start
-                width, places = window[1] - window[0], order.places(place, place + stop - start)
-                columns = [column for column, *_ in places]
-                is_full = table.is_full(start, stop, width)
+            packed = table.packed_for(limits)
+            width = packed.width(start, stop) if packed else window[1] - window[0]
+            place = int(np.flatnonzero(order.laid == table.order[start])[0]) if is_idle else start
+            places = order.places(place, place + stop - start)
             yield Chunk(
                 dict,
                 width,
@@ -230,8 +223,8 @@ class ChunkedBatch:
                 is_idle,
                 has_vision,
                 num_repeated=table.num_repeated(start, stop, limits),
-                columns=[table.columns[column] for column in columns],
-                is_full=is_full,
+                columns=[table.columns[column] for column, *_ in places],
+                is_full=None if packed else table.is_full(start, stop, width),
                 source=source,
                 window=window,
                 places=places,

@@ -20,7 +20,7 @@ import torch
 from hf_dist_ext import policy
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.columns import Column, read_columns
-from hf_dist_ext.engine.flat import FlatRows, unfolded
+from hf_dist_ext.engine.flat import unfolded
 from hf_dist_ext.engine.images import UnitLayout
 from hf_dist_ext.engine.packing import PackedRows, can_be_packed
 from hf_dist_ext.engine.tables import ChunkLimits, Table, Units
@@ -161,14 +161,10 @@ def _make_table(
     if sort:
         keys = [*([] if patches is None else [-patches.prod(axis=1)]), -lengths, has_vision]
     order = np.lexsort(keys).astype(np.int32)
-    sorted_extents = extents[order]
     features = {key: layout for key, (_, layout) in columns[0].rows.items()}
     packed = None
     if packs and can_trim and patches is None and all(c.is_dense for c in columns) and can_be_packed(features):
-        values = [next(iter(c.rows.values()))[0] for c in columns]
-        given = [value.places.lengths if isinstance(value, FlatRows) else value.shape[1] for value in values]
-        spans = sorted_extents if np.array_equal(spans, extents) else spans[order]  # the same, so that one travels
-        packed = PackedRows(spans, order, row_counts, given)
+        packed = PackedRows(spans, order)
     positions: Literal["mask", "edges"] | None = None
     if "position_ids" not in features and "attention_mask" in features:
         positions = "mask" if counts_from_mask and has_left_padding else "edges" if can_shift else None
@@ -182,7 +178,7 @@ def _make_table(
         first_tokens=first_tokens,
         positions=positions,
         units={key: _make_units([c.units[key][1] for c in columns], row_counts) for key in columns[0].units},
-        extents=sorted_extents,
+        extents=extents[order],
         patches=None if patches is None else patches[order],
         num_text_rows=int(len(order) - has_vision.sum()),
         order=order,

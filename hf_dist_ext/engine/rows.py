@@ -46,10 +46,6 @@ class ChunkOrder:
         edges = [start, *(np.flatnonzero(np.diff(columns)) + start + 1).tolist(), stop]
         return [(int(columns[first - start]), first, last) for first, last in pairwise(edges) if first < last]
 
-    def columns(self, start: int, stop: int) -> list[int]:
-        """The numbers of those that have rows at places start..stop."""
-        return np.unique(np.searchsorted(self.begins, self.laid[start:stop], side="right") - 1).tolist()
-
     def runs(self, places: Sequence[Places], num_repeated: int = 0) -> list[Run]:
         """The rows at these places: a slice where the batch's own order is kept (nothing is copied then), else row
         numbers on the device. At last the last row as often as `num_repeated` says."""
@@ -78,21 +74,19 @@ def order_of_chunks(
     row_counts: Sequence[int],
     bounds: Sequence[tuple[int, int]],
     device: torch.device,
-    by_column: bool = True,
 ) -> ChunkOrder:
     """
     Args:
         order: (R,), sorted row i is row order[i] of the columns laid end to end.
         row_counts: rows per column.
         bounds: first sorted row of every chunk and one past the last.
-        by_column: False leaves a chunk's rows in their sorted order, for those that are packed.
     """
     begins = np.concatenate([[0], np.cumsum(row_counts)])
-    if by_column and len(row_counts) > 1:
+    if len(row_counts) > 1:
         chunks = np.repeat(np.arange(len(bounds)), [stop - start for start, stop in bounds])
         order = order[np.lexsort((np.searchsorted(begins, order, side="right"), chunks))]
-    own = order  # what packed rows do not read takes no memory
-    if by_column and len(row_counts) > 1:
+    own = order
+    if len(row_counts) > 1:
         own = order - begins[np.searchsorted(begins, order, side="right") - 1].astype(np.int32)
     is_as_laid = np.array_equal(order, np.arange(len(order)))
     return ChunkOrder(order, own, begins.tolist(), is_as_laid, device)

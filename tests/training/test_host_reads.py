@@ -27,7 +27,6 @@ from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.engine.packing import PackedRows
 from hf_dist_ext.engine.replay import ReplayError
 from hf_dist_ext.engine.rows import order_of_chunks
 from hf_dist_ext.engine.tables import ChunkLimits, Table
@@ -221,7 +220,6 @@ def rows_of_three_lengths(count: int) -> list[dict]:
 
 
 OF_ALL_ROWS = {function.__name__ for function in (lay_out, order_of_chunks, ChunkedBatch._table_cuts, Table.pack)}
-OF_ALL_ROWS |= {PackedRows._of_column.__name__}
 
 
 def small_encoder() -> nn.Module:
@@ -240,7 +238,7 @@ def test_beside_a_worker_a_step_executes_as_many_lines_for_many_rows_as_for_few(
     assert chunks == as_many == 6
     assert few.total() > 1000 and few == many, many - few
     functions = {name for *_, name in few}
-    assert ("_gather_column" if packs else "_piece") in functions
+    assert ("_numbers" if packs else "_piece") in functions
     assert not functions & OF_ALL_ROWS
 
 
@@ -292,7 +290,7 @@ def test_cuts_go_to_a_device_without_waiting_in_a_few_copies_for_all_chunks(kind
         chunks = cuts.of_batch(there).chunks()
         found = [value for chunk in chunks for value in chunk.features.values() if isinstance(value, torch.Tensor)]
     assert len(chunks) > 4 and {value.device.type for value in found} == {"meta"}
-    assert copies.are_free == [True] * (4 if kind == "packed" else 1)
+    assert copies.are_free == [True]
 
 
 def test_what_is_said_of_an_update_goes_to_a_device_without_waiting():
