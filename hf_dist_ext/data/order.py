@@ -221,8 +221,7 @@ def take_over(loader: Any, **options: Any) -> Any:
 
     A batch sampler of the user's stays, and so does a sampler without a length: its order has no end to be drawn to.
     """
-    loader = getattr(loader, "base_dataloader", loader)
-    batches, size, index = getattr(loader, "batch_sampler", None), 1, 0
+    batches, size, index = batches_of(loader), 1, 0
     if isinstance(batches, BatchSamplerShard):
         size, index, batches = batches.num_processes, batches.process_index, batches.batch_sampler
     if type(batches) is BatchSampler and hasattr(batches.sampler, "__len__"):
@@ -232,7 +231,12 @@ def take_over(loader: Any, **options: Any) -> Any:
         batches = EpochBatches(batches.sampler, batches.batch_size, **options)
     elif not isinstance(batches, BatchRebalanceSampler):  # one knows processes and epoch, and needs no wrapper
         return batches_of(loader)
-    object.__setattr__(loader, "batch_sampler", batches)  # DataLoader guards the name of what it was made with
+    return replace_batches(loader, batches)
+
+
+def replace_batches(loader: Any, batches: Any) -> Any:
+    # DataLoader guards the name of what it was made with
+    object.__setattr__(getattr(loader, "base_dataloader", loader), "batch_sampler", batches)
     return batches
 
 

@@ -19,12 +19,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
-from accelerate.data_loader import prepare_data_loader
-from torch.utils.data import DataLoader, IterableDataset
-from transformers.trainer_utils import seed_worker
+from torch.utils.data import IterableDataset
 from transformers.utils import logging
 
 from hf_dist_ext.data import order, stream_order
@@ -176,44 +173,13 @@ class DataPosition:
 
     # ---- the loader ----
 
-    def loader_in_one_order(self, collate: Callable, accelerator: Any) -> Any:
-        """The loader of this process's rows of a stream: accelerate moves its batches to the device, and no more."""
-        args, (own, everyone), dataset = self.args, self.run.rows_of_micro_batch(), self.run.train_dataset
-        self._dealer = stream_order.dealer_of(
-            dataset,
-            own,
-            stream_order.Ranks(args.process_index, args.world_size, everyone // own),
-            self.stream or StreamState(),
-            args.dataloader_num_workers,
-            args.dataloader_multiprocessing_context,
-            args.allow_changed_data,
-            args.device,
-            seed=seed_of_order(args),
-        )
-        loader = DataLoader(
-            stream_order.DealtRows(self._dealer.features),
-            batch_sampler=self._dealer,
-            collate_fn=collate,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            persistent_workers=args.dataloader_persistent_workers,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
-        )
-        return prepare_data_loader(
-            loader,
-            accelerator.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=accelerator.device_placement,
-            rng_types=list(accelerator.rng_types or ()),
-            non_blocking=accelerator.non_blocking,
-        )
-
     def rest_of_dataset(self) -> Any:
-        """The training set for Trainer's own loader: a changed run leaves out the rows of a stream that were used."""
+        """The training set for Trainer's own loader. A stream in one order is dealt by a `Dealer`; of another one a
+        changed run leaves out the rows that were used."""
         dataset = self.run.train_dataset
+        if self.reads_in_one_order:
+            self._dealer = self._dealer_of(dataset)
+            return stream_order.DealtRows(self._dealer.features)
         if self._resumed is None or not isinstance(dataset, IterableDataset):
             return dataset
         if self.args.dataloader_num_workers:
@@ -224,10 +190,27 @@ class DataPosition:
             )
         return RestOfStream(dataset, self._resumed.epoch, self._resumed.rows)
 
+    def _dealer_of(self, stream: Any) -> Dealer | MixedDealer:
+        args, (own, everyone) = self.args, self.run.rows_of_micro_batch()
+        return stream_order.dealer_of(
+            stream,
+            own,
+            stream_order.Ranks(args.process_index, args.world_size, everyone // own),
+            self.stream or StreamState(),
+            args.dataloader_num_workers,
+            args.dataloader_multiprocessing_context,
+            args.allow_changed_data,
+            args.device,
+            seed=seed_of_order(args),
+        )
+
     def take_over(self, loader: Any) -> None:
-        """Let a loader of Trainer's take its batches from `EpochBatches`."""
+        """Let a loader of Trainer's take its batches from `EpochBatches`, or from the dealer of its stream."""
         begun = self._resumed
         if not self.run.has_own_arguments or isinstance(loader.dataset, IterableDataset):
+            return
+        if isinstance(loader.dataset, stream_order.DealtRows):
+            order.replace_batches(loader, self._dealer)
             return
         fills = "filled" if self.run.accelerator.dataloader_config.even_batches else "uneven"
         last = "split" if self.run.loss is not None else fills  # over the processes

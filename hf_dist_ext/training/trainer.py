@@ -378,13 +378,13 @@ class DistTrainer(Trainer):
 
     def get_train_dataloader(self):
         self._begin_training()
-        position, dataset = self.data_position, self.train_dataset
+        dataset = self.train_dataset
         if self.loss is not None:
             checks.check_rows(dataset, self.args.no_duplicates_in_batch, *self.rows_of_micro_batch())
         with meanwhile(self, train_dataset=dataset, data_collator=self.data_collator):
             self._fill_feature_cache()
             self._prepare_texts()
-            loader = self._loader_in_one_order() if position.reads_in_one_order else self._loader_of_rest()
+            loader = self._loader_of_rest()
         if self.has_own_arguments and isinstance(loader, DataLoader):
             then = [] if self.feature_cache is None else [self.feature_cache.replace]
             then += [] if self.step is None else [self.step.sizes.cut_ahead()]
@@ -415,10 +415,6 @@ class DistTrainer(Trainer):
         loader = super().get_train_dataloader()
         self.data_position.take_over(loader)
         return loader
-
-    def _loader_in_one_order(self) -> Any:
-        collate = self._get_collator_with_removed_columns(self.data_collator, "training")
-        return self.data_position.loader_in_one_order(collate, self.accelerator)
 
     def _get_train_sampler(self, train_dataset: Any = None):
         if self.loss is not None:
