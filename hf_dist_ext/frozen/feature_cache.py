@@ -3,7 +3,7 @@ run and rank.
 
 Before the model is wrapped, the ranks share the rows, collate them and compute what the folder lacks. The first batch
 is collated and computed twice, and features that differ then are refused: random features must not be frozen. The disk
-that the features take is estimated from that batch and said before the rest is computed. While training, the collator
+that the features take is estimated from that batch and said before the rest is computed. While training, the loader
 replaces the part's inputs by the stored features; a batch with a row that is not stored (another text, another
 picture) is computed as without a cache.
 
