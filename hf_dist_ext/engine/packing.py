@@ -101,7 +101,8 @@ class PackedTokens:
             shifts = torch.stack([begin - before, first - before]).index_select(1, row)
             given, in_row = shifts + torch.arange(count, device=self.order.device)
             found = {key: values[column].index_select(0, given) for key, values in self._flat.items()}
-            for key, value in ({"position_ids": in_row} | found).items():
+            # No view: what is compiled would be compiled once more for one.
+            for key, value in ({"position_ids": in_row.clone()} | found).items():
                 pieces[key].append(value.to(self.values[key][column].dtype if key in self.values else torch.int64))
         gathered: dict[str, torch.Tensor | RowBounds] = {
             key: (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0) for key, parts in pieces.items()
