@@ -127,7 +127,8 @@ def test_queries_and_documents_train_their_own_route(router_run, tmp_path):
     model = SentenceTransformer(str(out), device="cpu")
     assert model.default_prompt_name == "query" and {name: model.prompts[name] for name in PROMPTS} == PROMPTS
     after = loaded(out).state_dict()
-    assert all(torch.equal(resumed(router_run, tmp_path)[name], value) for name, value in after.items())
+    again = resumed(router_run, tmp_path)
+    assert all(torch.equal(again[name], value) for name, value in after.items())
 
 
 def test_a_frozen_document_route_stays_and_a_checkpoint_is_merged(router_run, tmp_path):
@@ -135,7 +136,8 @@ def test_a_frozen_document_route_stays_and_a_checkpoint_is_merged(router_run, tm
     out, base, merged = tmp_path / "out", tmp_path / "model", tmp_path / "merged"
     assert has_moved(out, base, "query") and not has_moved(out, base, "document")
     merge(out / "checkpoint-4", merged)
-    assert all(torch.equal(loaded(merged).state_dict()[name], one) for name, one in loaded(out).state_dict().items())
+    again = loaded(merged).state_dict()
+    assert all(torch.equal(again[name], one) for name, one in loaded(out).state_dict().items())
     assert torch.equal(said(loaded(merged)), said(loaded(out)))
 
 
