@@ -42,7 +42,7 @@ def prepare() -> None:
 
 
 def backend(device: FakeDevice) -> Callable:
-    """For `torch.compile`. Graphs are made outside of the device's mode, and counted when they run inside of it."""
+    """For `torch.compile`, inside of the device's mode. A graph's kernels are counted whenever it runs."""
 
     def of_graph(module: Any, inputs: Sequence[Any], **options: Any) -> Callable:
         nodes = _planned(module, inputs, options.get("is_inference", False), options.get("is_backward", False))
@@ -107,9 +107,6 @@ def costs_of(device: FakeDevice, model: Callable, *runs: Callable[[Callable], An
     compiling.prepare(SimpleNamespace(), TorchDynamoPlugin(backend="inductor"))
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # else the rest would run, and count, uncompiled
     made = torch.compile(model, backend=backend(device), dynamic=True)
-    with device.fake:
-        for run in runs:
-            run(made)
     found = []
     # Inside of a mode that is not torch's own, dynamo leaves everything uncompiled.
     with device, mock.patch.object(FakeDevice, "is_infra_mode", classmethod(lambda kind: True)):
@@ -132,4 +129,7 @@ def chunk_costs(device: FakeDevice, step: Any, chunk: Any) -> list[dict[str, flo
         with torch.no_grad():
             encode(model)
 
+    with device:  # a chunk after the first adds to the gradients that are there
+        for parameter in step.run.bare_model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
     return costs_of(device, step.run.bare_model, forward, lambda model: encode(model).sum().backward())
