@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass, field
+from typing import Any
 
 from hf_dist_ext import policy
 from hf_dist_ext.planner.catalog import GIB, STRATEGIES, Hardware, StrategySpec, tensor_parallel_size
 from hf_dist_ext.planner.forward import TEMPORARY_VALUES, Cost, Parameter
-from hf_dist_ext.planner.workload import BatchColumn, Cast, Work, Workload
+from hf_dist_ext.planner.workload import BatchColumn, Cast, Workload
 
 # What is not a tensor of ours: the device's context and libraries, a communicator's buffers, and a share that the
 # allocator can not use. Measured by nobody here: no GPU was at hand.
@@ -225,30 +226,45 @@ class Case:
 
 
 def estimate(case: Case) -> Bytes:
-    """Peak bytes of one device."""
-    work, strategy, hardware = case.work, case.strategy, case.hardware
-    whole, shards = case.model.whole, case.shards
-    of_state = shards if "o" in strategy.shards else 1
-    # Under FSDP and DeepSpeed the weights that compute are half precision already, so autocast copies none.
-    casts_itself = "w" in strategy.shards or strategy.is_deepspeed
-    of_chunk = held(case)
-    needed = (_deepspeed if strategy.is_deepspeed else _fsdp if strategy.shards else _replicated)(case)
-    if not strategy.is_deepspeed:
-        needed.weights += of_chunk.casts
-    # The gradient of the largest matrix is whole before it is added to what earlier chunks left.
-    needed.activations = max(of_chunk.activations, 0 if casts_itself else whole.largest_trained)
-    needed.embeddings = loss_bytes(work, hardware.num_devices // case.parts)
-    needed.optimizer = whole.optimizer / of_state
-    if strategy.name != "DDP" and not strategy.is_deepspeed:  # there what is not used has a gradient of zero
+    """Peak bytes of one device: what it has of weights and state, and whole units of them while they compute."""
+    work, strategy, hardware, model, shards = case.work, case.strategy, case.hardware, case.model, case.shards
+    whole, of_chunk, gathers = model.whole, held(case), "w" in strategy.shards
+    is_waiting = strategy.is_deepspeed and case.reduces_once  # gradients are whole until the update's one reduction
+    needed = state_bytes(work, whole, strategy, shards, is_waiting)
+    if not (strategy.name == "DDP" or strategy.is_deepspeed):  # there what is not used has a gradient of zero
         needed.gradients -= whole.unused_stored / shards
         needed.optimizer -= whole.unused_optimizer / shards
-    needed.scratch = scratch_bytes(work, whole.trained / of_state)
+    needed.gradients += case.reduced_bytes(whole) if strategy.keeps_whole else 0.0
+    needed.scratch = scratch_bytes(work, whole.trained / (shards if strategy.shards else 1))
     if strategy.offloads:  # shards and state live on the CPU, one unit's gradients at a time on the device
-        needed.host += needed.master_weights + needed.gradients / (shards if case.reduces_once else 1)
-        needed.host += needed.optimizer
-        needed.master_weights = needed.optimizer = needed.scratch = 0.0
-        largest = max(case.model.units.values(), key=lambda unit: unit.trained, default=whole)
-        needed.gradients = case.reduced_bytes(whole if case.reduces_once else largest)
+        stay = whole.frozen_stored if strategy.replicates_frozen else 0.0
+        needed.host = needed.weights - stay + needed.master_weights + needed.optimizer
+        needed.host += needed.gradients / (shards if is_waiting else 1)
+        needed.weights, needed.master_weights, needed.optimizer, needed.scratch = stay, 0.0, 0.0, 0.0
+        largest = max(model.units.values(), key=lambda unit: unit.trained, default=whole)
+        needed.gradients = case.reduced_bytes(whole if is_waiting else largest)
+    if gathers:
+        root, *units = map(case.whole_bytes, (model.root, *model.layers))
+        widest = max(units, default=0.0)
+        needed.weights += root + (sum(units) if strategy.keeps_whole else min(sum(units), 2 * widest))
+    if strategy.is_deepspeed:
+        needed.buffers = 2 * min(whole.trained, 2e8) * work.compute_bytes  # of two buckets
+    elif gathers:
+        # all-gather: flat output before it is copied out; reduce-scatter: its input, and the next unit's
+        reduced = max(map(case.reduced_bytes, model.units.values()), default=0.0)
+        needed.buffers = max(widest, root) + (1 if strategy.keeps_whole else 2) * reduced
+        needed.buffers += wide_bytes(work, whole, strategy) / shards if strategy.is_hybrid else 0.0
+    else:
+        needed.weights += whole.largest_unpacked
+        if strategy.name == "DDP":
+            needed.buffers = 0.0 if work.given.get("ddp_gradient_as_bucket_view") else whole.trained_stored
+            needed.buffers += kept_by_hook(work, hardware.num_devices)
+    # Under FSDP and DeepSpeed the weights that compute are half precision already, so autocast copies none. Else the
+    # gradient of the largest matrix is whole before it is added to what earlier chunks left.
+    needed.weights += 0.0 if strategy.is_deepspeed else of_chunk.casts
+    own = 0.0 if gathers or strategy.is_deepspeed else whole.largest_trained
+    needed.activations = max(of_chunk.activations, own)
+    needed.embeddings = loss_bytes(work, hardware.num_devices // case.parts)
     needed.framework = framework_bytes(needed, hardware.num_devices == 1 or strategy.name == "single")
     return needed
 
@@ -263,70 +279,29 @@ def framework_bytes(needed: Bytes, is_alone: bool) -> float:
     return CONTEXT_BYTES + (0 if is_alone else COMMUNICATOR_BYTES) + FRAGMENTATION * needed.total
 
 
-def _replicated(case: Case) -> Bytes:
-    """Everything on each device; DDP's buckets, and what its hook keeps."""
-    work, whole = case.work, case.model.whole
-    needed = copy_bytes(work, [whole])
-    needed.weights += whole.largest_unpacked
-    if case.strategy.name == "DDP":
-        needed.buffers = 0.0 if work.given.get("ddp_gradient_as_bucket_view") else whole.trained_stored
-        needed.buffers += kept_by_hook(work, case.hardware.num_devices)
-    return needed
+def wide_bytes(work: Workload, whole: ParameterSums, strategy: StrategySpec) -> float:
+    """Of trained weights as the optimizer has them, which are their gradients' too."""
+    return whole.trained * 4 if strategy.shards and work.autocast_bytes else whole.trained_stored
 
 
-def copy_bytes(work: Workload, units: Sequence[ParameterSums]) -> Bytes:
-    """Of weights, gradients and state that no device shares with others."""
-    stored, trained = sum(unit.trained_stored for unit in units), sum(unit.trained for unit in units)
-    has_masters = stored > trained * work.compute_bytes
+def state_bytes(
+    work: Workload, whole: ParameterSums, strategy: StrategySpec, over: int, keeps_gradients: bool = False
+) -> Bytes:
+    """Of weights, master weights, gradients and optimizer, each divided over so many devices where the strategy
+    shards it. `keeps_gradients`: they are not."""
+    computes_in, wide = work.compute_bytes, wide_bytes(work, whole, strategy)
+    frozen, masters, gradients = whole.frozen_stored, wide if wide > whole.trained * computes_in else 0.0, wide
+    weights = wide - masters
+    if strategy.is_deepspeed:  # all in the computing precision, with float32 behind what trains
+        frozen, weights = 0.0, whole.elements * computes_in
+        masters, gradients = whole.trained * 4, whole.trained * computes_in
+    of_state, of_gradients, of_weights = (over if part in strategy.shards else 1 for part in "ogw")
     return Bytes(
-        weights=sum(unit.frozen_stored for unit in units) + (0.0 if has_masters else stored),
-        master_weights=stored if has_masters else 0.0,
-        gradients=stored,
-        optimizer=sum(unit.optimizer for unit in units),
+        weights=weights / of_weights + frozen / (1 if strategy.replicates_frozen else of_weights),
+        master_weights=masters / of_state,
+        gradients=gradients / (1 if keeps_gradients else of_gradients),
+        optimizer=whole.optimizer / of_state,
     )
-
-
-def _fsdp(case: Case) -> Bytes:
-    """Shards; whole units in the computing precision: all (speed), or the root and two layers; buffers."""
-    strategy, model, shards, needed = case.strategy, case.model, case.shards, Bytes()
-    whole, is_half = model.whole, case.work.autocast_bytes is not None
-    stored = whole.trained * 4 if is_half else whole.trained_stored
-    root, *units = map(case.whole_bytes, (model.root, *model.layers))
-    largest = max(units, default=0.0)
-    reduced = max(map(case.reduced_bytes, model.units.values()), default=0.0)
-    needed.weights = root + (sum(units) if strategy.keeps_whole else min(sum(units), 2 * largest))
-    resting = 0 if is_half else stored / shards
-    if strategy.replicates_frozen:  # FSDP never moves them
-        needed.weights += whole.frozen_stored
-    else:
-        resting += whole.frozen_stored / shards
-    if strategy.offloads:
-        needed.host = resting
-    else:
-        needed.weights += resting
-    needed.master_weights = stored / shards if is_half else 0.0
-    needed.gradients = stored / shards + (case.reduced_bytes(whole) if strategy.keeps_whole else 0.0)
-    # all-gather: flat output before it is copied out; reduce-scatter: its input, and the next unit's
-    needed.buffers = max(largest, root) + (1 if strategy.keeps_whole else 2) * reduced
-    needed.buffers += stored / shards if strategy.is_hybrid else 0.0
-    return needed
-
-
-def _deepspeed(case: Case) -> Bytes:
-    """Weights in the computing precision, float32 masters in partitions, gradients whole (1) or in partitions."""
-    strategy, model, shards, needed = case.strategy, case.model, case.shards, Bytes()
-    whole, computes_in = model.whole, case.work.compute_bytes
-    needed.weights = whole.elements * computes_in
-    if "w" in strategy.shards:
-        root, *units = map(case.whole_bytes, (model.root, *model.layers))
-        resting = needed.weights / shards
-        needed.weights = root + min(sum(units), 2 * max(units, default=0.0)) + (0 if strategy.offloads else resting)
-        needed.host = resting if strategy.offloads else 0.0
-    needed.master_weights = whole.trained * 4 / shards
-    is_shared = "g" in strategy.shards and not case.reduces_once
-    needed.gradients = whole.trained * computes_in / (shards if is_shared else 1)
-    needed.buffers = 2 * min(whole.trained, 2e8) * computes_in  # of two buckets
-    return needed
 
 
 # ---- hooks of DDP ----
@@ -369,15 +344,25 @@ def kept_by_hook(work: Workload, world: int) -> float:
 def held(case: Case) -> Cost:
     """The peak of what autograd holds. Chunks of one tower run one after the other, the last of every tower together,
     of a vision-language model one with pictures and one without; without chunks all columns' graphs are alive at once.
+
+    Over a frozen backbone chunks are encoded without a graph and pooled; the pooled vectors of all columns then go
+    through the projection together, with one graph: `plain` is the projection's cost, its input included.
     """
     of_tower: dict[tuple[str, bool], Cost] = {}
     cut, settings = case.is_chunked, case.settings
     work = case.work if case.strategy.is_deepspeed else case.work.packed  # DeepSpeed's chunks are padded always
-    for column in work.columns:
-        cost = work.work(column, case.cast, case.parts)
-        if case.encodes_once:
-            _hold_features(of_tower, column, cost, work, settings)
-            continue
+    costs = {column: work.work(column, case.cast, case.parts) for column in work.columns}
+
+    def without_graph(column: BatchColumn) -> float:
+        """Of the pass that takes wider chunks."""
+        wide = work.held_rows(column, settings.chunk_rows) * work.widening(settings.is_checkpointed)
+        return min(wide, work.rows_beside(column)) * costs[column].largest * TEMPORARY_VALUES
+
+    if case.encodes_once:  # alone on the device before there is a graph
+        saved = sum(column.rows * cost.plain.saved for column, cost in costs.items())
+        forward = 0.0 if work.reads_features else max(map(without_graph, work.columns))
+        return Cost(saved, 0.0, max(0.0, forward - saved))
+    for column, cost in costs.items():
         rows = work.held_rows(column, settings.chunk_rows) if cut else column.rows
         graphs = kept_graphs(work) if cut else 1  # kept graphs are gone before the others are replayed
         of_row = cost.checkpointed if settings.is_checkpointed else cost.plain
@@ -385,12 +370,11 @@ def held(case: Case) -> Cost:
         tower = column.tower, column.images > 0
         before = of_tower.get(tower, Cost())
         if cut:
-            wide = _without_graph(column, rows, cost, work, settings)
-            of_column.temporary = max(of_column.temporary, wide - of_column.saved)
+            of_column.temporary = max(of_column.temporary, without_graph(column) - of_column.saved)
             of_tower[tower] = max(before, of_column, key=lambda one: one.activations)
         else:
-            of_tower[tower] = _sum([before, of_column])
-    return _sum(of_tower.values())
+            of_tower[tower] = summed([before, of_column])
+    return summed(of_tower.values())
 
 
 def kept_graphs(work: Workload) -> int:
@@ -398,30 +382,10 @@ def kept_graphs(work: Workload) -> int:
     return max(1, keep) if isinstance(keep, int) else 1
 
 
-def _sum(costs: Iterable[Cost]) -> Cost:
-    return Cost(*map(sum, zip(*map(astuple, costs), strict=True)))
-
-
-def _without_graph(column: BatchColumn, rows: float, cost: Work, work: Workload, settings: Settings) -> float:
-    """Of the pass without a graph, which takes wider chunks."""
-    wide = min(rows * work.widening(settings.is_checkpointed), work.rows_beside(column))
-    return wide * cost.largest * TEMPORARY_VALUES
-
-
-EVERY = "", False
-
-
-def _hold_features(
-    of_tower: dict[tuple[str, bool], Cost], column: BatchColumn, cost: Work, work: Workload, settings: Settings
-) -> None:
-    """Over a frozen backbone: chunks are encoded without a graph and pooled; the pooled vectors of all columns then go
-    through the projection together, with one graph. `cost.plain` is the projection's, its input included."""
-    rows = work.held_rows(column, settings.chunk_rows)
-    before = of_tower.get(EVERY, Cost())
-    saved = before.saved + column.rows * cost.plain.saved
-    # alone on the device before there is a graph
-    forward = 0.0 if work.reads_features else _without_graph(column, rows, cost, work, settings)
-    of_tower[EVERY] = Cost(saved, before.casts, max(0.0, max(before.activations, forward) - saved))
+def summed(parts: Iterable[Any]) -> Any:
+    """Of several costs, or sums over parameters, one with the sum of every field."""
+    first, *others = parts
+    return type(first)(*map(sum, zip(*map(astuple, (first, *others)), strict=True)))
 
 
 def loss_bytes(work: Workload, world: int) -> float:

@@ -27,10 +27,11 @@ from hf_dist_ext.planner.memory import (
     Model,
     ParameterSums,
     Settings,
-    copy_bytes,
     framework_bytes,
     loss_bytes,
     scratch_bytes,
+    state_bytes,
+    summed,
 )
 from hf_dist_ext.planner.traffic import Traffic, between_copies, inside_layers, links_of, speed
 from hf_dist_ext.planner.workload import BatchColumn, Workload
@@ -277,20 +278,19 @@ class Staged:
         """Weights, gradients and state. Copies that share one set (pipeline/sharded_stages.py) gather weights as
         they are stored: all for an update, or two units for a chunk; so are gradients. Others average gradients, flat,
         once per update."""
-        units, pipeline, copies = self.units(own), self.pipeline, self.copies
-        needed, trained = copy_bytes(self.work, units), [unit.trained_stored for unit in units]
-        if not pipeline.sharding:
-            share = min(1.0, policy.REDUCED_TOGETHER / max(sum(unit.trained for unit in units), 1))
+        units, copies, frees = self.units(own), self.copies, self.pipeline.frees
+        whole, trained = summed(units), [unit.trained_stored for unit in units]
+        spread = StrategySpec("copies", "", "ogw" if self.pipeline.sharding else "")
+        needed = state_bytes(self.work, whole, spread, copies)
+        if not self.pipeline.sharding:
+            share = min(1.0, policy.REDUCED_TOGETHER / max(whole.trained, 1))
             needed.buffers = sum(trained) * share if copies > 1 else 0.0
             return needed
-        whole, frees = sorted((unit.stored for unit in units), reverse=True), pipeline.frees
-        return Bytes(
-            weights=sum(whole[:2]) if frees else sum(whole),
-            master_weights=sum(whole) / copies,
-            gradients=sum(trained) / copies + (0.0 if frees else sum(trained)),
-            optimizer=needed.optimizer / copies,
-            buffers=whole[0] + (2 if frees else 1) * max(trained),
-        )
+        stored = sorted((unit.stored for unit in units), reverse=True)
+        needed.weights += sum(stored[:2] if frees else stored)
+        needed.gradients += 0.0 if frees else sum(trained)
+        needed.buffers = stored[0] + (2 if frees else 1) * max(trained)
+        return needed
 
     def held(self, own: Sequence[int], live: Iterable[tuple[int, ...]]) -> tuple[float, float]:
         """Bytes that a rank keeps until backwards: saved values, and copies of weights. `live`: its chunks at once,
