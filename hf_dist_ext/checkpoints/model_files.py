@@ -79,7 +79,8 @@ class ModelFiles:
     @property
     def is_by_name(self) -> bool:
         """The state of the optimizer."""
-        return self.is_part or self.strategy.saves_by_name
+        is_ours = self.is_ours and self.strategy.saves_by_name
+        return is_ours or self.is_part or self.strategy.comes_with_model
 
     @property
     def ends_complete(self) -> bool:
@@ -152,9 +153,11 @@ class ModelFiles:
         return True
 
     def save_optimizer(self, folder: Path, optimizer: Any, writer: Writer) -> bool:
-        strategy, model, keep = self.strategy, self.run.model, self.args.should_save
+        strategy, model = self.strategy, self.run.model
         if not self.is_by_name:
-            return self.is_ours and strategy.save_optimizer(model, optimizer, folder, keep, writer)
+            return False
+        if strategy.saves_own_format and not self.is_part:
+            strategy.save_own_format(model, folder, writer)
         if strategy.has_engine:
             strategy.save_engine(folder)
         else:
@@ -249,7 +252,7 @@ class ModelFiles:
         strategy, trusts = self.strategy, getattr(self.args, "trust_checkpoint", False)
         if self.is_part:
             trainable.load_weights(model, self._saved_here(), folder, trusts, strategy.elsewhere)
-        elif strategy.reads_own_format and (strategy.holds_own_format(folder) or not self.is_ours):
+        elif strategy.saves_own_format and not self.is_by_name:
             safe_reading.check(folder, trusts)
             return False
         else:
@@ -257,14 +260,12 @@ class ModelFiles:
         return True
 
     def load_optimizer(self, folder: Path, optimizer: Any) -> bool:
-        is_empty = self.strategy.has_no_optimizer_state(folder)
-        converts = self.is_ours and self.strategy.converts(folder)
-        if not (self.is_by_name or is_empty or converts):
+        if not self.is_by_name:
             return False
-        if not self.strategy.has_engine and not is_empty:  # DeepSpeed's engine has read all of it
-            elsewhere = self.strategy.elsewhere
-            trainable.load_optimizer(self.run.model, optimizer, folder, self.args.trust_checkpoint, elsewhere)
-        return True
+        strategy = self.strategy  # DeepSpeed's engine has read all of it
+        return strategy.has_engine or trainable.load_optimizer(
+            self.run.model, optimizer, folder, self.args.trust_checkpoint, strategy.elsewhere
+        )
 
 
 def _save_pretrained(model: PreTrainedModel, whole: dict[str, torch.Tensor], folder: Path) -> None:
