@@ -31,7 +31,8 @@ def of_run(
         "tensor_parallel_size": strategy.ranks_per_layer,
         "pipeline_parallel_size": strategy.rows.shared_by // strategy.ranks_per_layer,
         "per_device_train_batch_size": per_device_train_batch_size,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "gradient_accumulation_steps": (accumulated := args.gradient_accumulation_steps),
+        "given_accumulation_steps": getattr(args, "_accumulation", (accumulated,))[0],  # learning_rate.py changes it
         "seed": args.seed,
         "data_seed": args.data_seed,
         "optim": str(args.optim.value),

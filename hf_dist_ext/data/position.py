@@ -244,7 +244,7 @@ class DataPosition:
         else:  # behind the steps that were made: those of the begun epoch's rest, and whole epochs from then on
             rows, whole_epochs = self._rows_in(loader), args.num_train_epochs - self._resumed.epoch - 1
             left = rows - self._resumed.rows + math.ceil(min(0, whole_epochs) * rows)
-            batches = math.ceil(max(0, left) / self.rows_per_micro_batch)
+            batches = self._batches_in(max(0, left))
             max_steps = self._resumed_step + math.ceil(batches / args.gradient_accumulation_steps)
             max_steps += math.ceil(max(0, whole_epochs) * updates)
         return (epochs, updates, *others, max_steps)
@@ -265,6 +265,10 @@ class DataPosition:
             samples = self.used.samples or state.global_step * rows_per_step
             self.used = replace(self.used, epoch=epochs, rows=rows, samples=samples)
         return epochs, batches
+
+    def _batches_in(self, rows: int) -> int:
+        batches = rows / self.rows_per_micro_batch
+        return math.floor(batches) if self.args.dataloader_drop_last else math.ceil(batches)
 
     def _rows_in(self, loader: Any) -> int | None:
         """Of a whole epoch."""
@@ -292,8 +296,7 @@ class DataPosition:
         if rows is None:
             return changed
         if is_resumed:
-            left = (rows - self._resumed.rows) / batch
-            num_batches = math.floor(left) if self.args.dataloader_drop_last else math.ceil(left)
+            num_batches = self._batches_in(rows - self._resumed.rows)
             updates = max(1, math.ceil(num_batches / self.args.gradient_accumulation_steps))
             changed = {"steps_in_epoch": num_batches, "num_update_steps_per_epoch": updates}
         self._rows_of_epoch = min(rows, (self._resumed.rows if is_resumed else 0) + num_batches * batch)

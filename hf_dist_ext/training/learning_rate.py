@@ -1,9 +1,10 @@
 """The learning rate follows the effective batch, and the effective batch survives another number of devices.
 
 `scale` multiplies the rate by (effective batch / base batch), or its square root, once, before the optimizer exists.
-When a run resumes with another number of processes, `keep_effective_batch` changes gradient accumulation so that a
-step learns from as many rows as before, where that divides. When a run resumes, `take_given` keeps the rates and the
-optimizer's numbers of the arguments, which those of the checkpoint would replace without a word.
+When a run resumes with another number of processes than it began with, `keep_effective_batch` changes gradient
+accumulation so that a step learns from as many rows as before, where that divides. When a run resumes, `take_given`
+keeps the rates and the optimizer's numbers of the arguments, which those of the checkpoint would replace without a
+word.
 
 The effective batch is the rows that an optimizer step learns from: rows per device x accumulation x data-parallel
 processes. linear: https://huggingface.co/papers/1706.02677 (section 2.1), for SGD; sqrt suits Adam
@@ -84,21 +85,38 @@ def warn_of_warmup(args: Any, steps: int) -> None:
 
 
 def keep_effective_batch(args: Any, content: Mapping[str, Any], now_parallel: int, why_fixed: str) -> None:
-    """Change `gradient_accumulation_steps` so that a step learns from as many rows as in the run that is resumed.
+    """Change `gradient_accumulation_steps` so that a step learns from as many rows as in the run that is resumed. The
+    number that was given stays known: a later start gives it again, and means the batch that it stood for.
 
     content: the manifest of that run's checkpoint, empty without one; now_parallel: ranks with rows of their own;
     why_fixed: why accumulation can not change any more, empty when it can.
     """
-    parallel = content.get("data_parallel_size", now_parallel)
-    if parallel == now_parallel:
+    given, used = getattr(args, "_accumulation", (None, None))  # of a training before, of the same arguments
+    given = given if args.gradient_accumulation_steps == used else args.gradient_accumulation_steps
+    args.gradient_accumulation_steps = given
+    if content:
+        _keep_effective_batch(args, content, now_parallel, why_fixed)
+    args._accumulation = given, args.gradient_accumulation_steps
+
+
+def _keep_effective_batch(args: Any, content: Mapping[str, Any], now_parallel: int, why_fixed: str) -> None:
+    parallel, given = content["data_parallel_size"], args.gradient_accumulation_steps
+    used, given_before = content["gradient_accumulation_steps"], content["given_accumulation_steps"]
+    is_chosen = given != given_before
+    if parallel == now_parallel and (is_chosen or used == given_before):
         return
-    before = content["per_device_train_batch_size"] * content["gradient_accumulation_steps"] * parallel
+    before = content["per_device_train_batch_size"] * used * parallel
     per_micro_step = args.train_batch_size * now_parallel
-    now = per_micro_step * args.gradient_accumulation_steps
+    now = per_micro_step * given
     if now == before:
         return
     devices = f"{parallel} processes before, {now_parallel} now"
-    is_chosen = args.gradient_accumulation_steps != content["gradient_accumulation_steps"]
+    contrastive = (
+        f" The contrastive batch, the rows of one forward over all devices, is {per_micro_step}; "
+        f"it was {before // used}."
+    )
+    if parallel == now_parallel:
+        devices, contrastive = f"the run began with another number of processes than {parallel}", ""
     if is_chosen or before % per_micro_step or why_fixed:
         why = (
             "gradient_accumulation_steps was changed too"
@@ -110,8 +128,7 @@ def keep_effective_batch(args: Any, content: Mapping[str, Any], now_parallel: in
     args.gradient_accumulation_steps = before // per_micro_step
     _say(
         f"{devices}: gradient_accumulation_steps is now {args.gradient_accumulation_steps}, which keeps the effective "
-        f"batch of {before} rows. The contrastive batch, the rows of one forward over all devices, is "
-        f"{per_micro_step}; it was {before // content['gradient_accumulation_steps']}."
+        f"batch of {before} rows.{contrastive}"
     )
 
 

@@ -44,7 +44,7 @@ def run(folder, dataset=None, resume=None, epochs: float = 2, model: nn.Module |
     )  # fmt: skip
     trainer = DistTrainer(model, args, train_dataset=table() if dataset is None else dataset)
     trainer.train(resume_from_checkpoint=None if resume is None else str(folder / f"checkpoint-{resume}"))
-    model.last_step = trainer.state.global_step
+    model.last_step, model.max_steps = trainer.state.global_step, trainer.state.max_steps
     return model
 
 
@@ -73,6 +73,12 @@ def test_every_row_is_seen_once_per_epoch(whole, name, stopped):
     assert len(after.seen) == 2 * ROWS - rows > 0
     assert Counter(order[:rows] + after.seen) == Counter(list(range(ROWS)) * 2)
     assert order[:rows] + after.seen == order  # the order goes on as it was, in other batches
+
+
+def test_a_short_last_batch_that_is_dropped_counts_as_no_step(whole):
+    after = run(whole[0], resume=3, per_device_train_batch_size=7, dataloader_drop_last=True)
+    assert len(after.seen) == (18 // 7 + ROWS // 7) * 7
+    assert after.max_steps == after.last_step == 3 + 18 // 7 + ROWS // 7
 
 
 def test_an_unchanged_run_is_trainers_own_resume(whole):

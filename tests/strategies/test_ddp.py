@@ -119,6 +119,9 @@ def test_the_effective_batch_counts_what_has_rows_of_its_own(monkeypatch, groups
     assert words in said[0]
 
 
+ACCUMULATION = ("gradient_accumulation_steps", "given_accumulation_steps")
+
+
 @pytest.mark.parametrize("before, now, kept, words", [
     ((4, 2), (2, 2), 4, "keeps the effective batch of 64"),
     ((2, 3), (1, 3), 6, "keeps the effective batch of 48"),
@@ -131,11 +134,30 @@ def test_accumulation_keeps_the_effective_batch(monkeypatch, before, now, kept, 
     """before, now: processes, and steps that were accumulated; 8 rows per device."""
     said = []
     monkeypatch.setattr(learning_rate.logger, "warning", said.append)
-    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": before[1]}
+    sizes = {"per_device_train_batch_size": 8} | dict.fromkeys(ACCUMULATION, before[1])
     args = SimpleNamespace(world_size=now[0], train_batch_size=8, gradient_accumulation_steps=now[1])
     learning_rate.keep_effective_batch(args, {"data_parallel_size": before[0], **sizes}, now[0], why_fixed="")
     assert args.gradient_accumulation_steps == kept
     assert words in said[0] if words else not said
+
+
+@pytest.mark.parametrize("starts, is_same_trainer", [
+    ([(2, 1, 1), (1, 1, 2), (1, 1, 2), (2, 1, 1), (1, 1, 2)], False),
+    ([(2, 1, 1), (1, 1, 2), (1, 1, 2), (2, 1, 1), (1, 1, 2)], True),
+    ([(1, 4, 4), (4, 4, 1), (4, 4, 1), (2, 4, 2), (2, 4, 2), (1, 4, 4)], False),
+    ([(2, 1, 1), (1, 1, 2), (1, 3, 3), (1, 3, 3), (3, 3, 1)], False),  # 3 is chosen in between
+])  # fmt: skip
+def test_starts_in_a_row_keep_the_effective_batch_that_the_run_began_with(monkeypatch, starts, is_same_trainer):
+    """starts: processes, steps given to be accumulated, and those that are."""
+    monkeypatch.setattr(learning_rate.logger, "warning", lambda words: None)
+    content, args = {}, None
+    for processes, given, used in starts:
+        if args is None or not is_same_trainer:
+            args = SimpleNamespace(train_batch_size=8, gradient_accumulation_steps=given)
+        learning_rate.keep_effective_batch(args, content, processes, why_fixed="")
+        assert args.gradient_accumulation_steps == used
+        content = {"data_parallel_size": processes, "per_device_train_batch_size": 8}
+        content |= zip(ACCUMULATION, (used, given), strict=True)
 
 
 def test_an_update_that_is_left_out_forgets_what_its_gradients_left_out():
