@@ -80,7 +80,7 @@ class SentenceCollator:
         sources: dataset -> what reads its rows, where there are several that differ in more than prompts and routes.
         flat: tokens are not padded (engine/flat.py); DistTrainer asks for it.
         is_of_run: rows are those of a run file: `columns` alone are embedded, a text of the first two is never empty,
-            and labels are `label_column`. The next four fields are read then alone.
+            and labels are `label_column`. The next three fields are read then alone.
         id_column: becomes `ids["group"]`.
         label_column: a number per row, a list of them or a list of such lists; float32.
         label_shape: of every row's label, () for a number; None: as the rows of a batch agree.
@@ -194,6 +194,8 @@ class SentenceCollator:
             given = {name: [_present(value) for value in of_rows] for name, of_rows in given.items()}
         found = [_flattened(place, of_rows, self.is_of_run) for place, of_rows in enumerate(given.values())]
         values, of_row = zip(*found, strict=True)
+        for name, owners in zip(columns, of_row, strict=True) if self.same_number_of_negatives else ():
+            check_same_number(name, np.bincount(owners, minlength=len(rows)).tolist())
         ids = {name: content_ids(of_column) for name, of_column in zip(columns, values, strict=True)}
         draws = _keys_of_rows(ids, columns) if self.draws_prompts else None
         batch: dict[str, Any] = {}
@@ -222,8 +224,6 @@ class SentenceCollator:
                 raise UsageError(f'Column "{name}" holds an empty text: every row needs a {name}. Remove the row.')
             if is_pair and any(isinstance(value, Mapping) and is_empty(value) for value in values):
                 raise UsageError(f'Column "{name}" holds a row without text and image. Remove the row.')
-            if not is_pair and self.same_number_of_negatives:
-                check_same_number(name, [sum(not is_empty(one) for one in as_list(value)) for value in values])
             for value in values:
                 if isinstance(value, int | float) or (is_pair and (value is None or isinstance(value, list))):
                     raise UsageError(
@@ -334,9 +334,14 @@ class SentenceCollator:
     def tokens_depend_on(self, column: str) -> list | None:
         """All that tells one text's tokens from those of another model, prompt or length; None: not known."""
         import sentence_transformers
+        from sentence_transformers.base.model import BaseModel
 
         first = getattr(self.preprocess, "__self__", [None])[0]
-        is_known = type(first).__module__ == "sentence_transformers.base.modules.transformer"
+        # a `preprocess` of the user's may change texts
+        is_known = getattr(self.preprocess, "__func__", None) is BaseModel.preprocess and "preprocess" not in vars(
+            first
+        )
+        is_known = is_known and type(first).__module__ == "sentence_transformers.base.modules.transformer"
         own = tokens_depend_on(self.tokenizer) if is_known and self.tokenizer is not None else None
         if own is None or getattr(first, "tokenizer", None) is not self.tokenizer:
             return None

@@ -315,7 +315,7 @@ def _check_outputs(model: nn.Module, loss: Any) -> None:
 def _refuse_uneven_negatives(loss: Any, collator: Any) -> None:
     """Let the collator refuse rows with fewer negatives than others, where the loss takes the k-th of all rows as a
     column: their numbers may add up to as many for every row, and negatives would be those of another one."""
-    of_sources = getattr(collator, "sources", None) or {None: collator}
+    of_sources = {None: collator, **getattr(collator, "sources", {})}
     for source, one in of_sources.items():
         of_source = loss if source is None else loss_of(loss, source)
         if getattr(of_source, "takes_negatives_as_columns", False) and hasattr(one, "same_number_of_negatives"):

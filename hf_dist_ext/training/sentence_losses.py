@@ -58,6 +58,7 @@ DEFAULTS = {  # what the trainer of a model's class takes where no loss is given
     "MultiVectorEncoder": ("multi_vector_encoder.losses", "MultiVectorMultipleNegativesRankingLoss"),
     "SentenceTransformer": ("sentence_transformer.losses", "CoSENTLoss"),
 }
+LIBRARIES = ("sentence_transformers", "torch", "builtins")  # whose methods are known
 MODEL = ("model", "sentence_embedder")  # what losses call it
 # What a loss may ask of its model: what says how embeddings are made and compared, and reaches no weights.
 READABLE = (
@@ -207,6 +208,10 @@ class SentenceTransformersLoss(nn.Module):
     @property
     def num_columns(self) -> int | None:
         """So many columns it reads, the others need not be encoded; None: all there are."""
+        own = [kind for kind in type(self.innermost).__mro__ if kind.__module__.partition(".")[0] not in LIBRARIES]
+        methods = {name for kind in own for name, value in vars(kind).items() if inspect.isfunction(value)}
+        if methods - {"__init__"}:
+            return None  # a subclass of the user's, which may read more than its base
         return 1 if self.name in GROUPS else NUM_PAIR_COLUMNS if self.name in PAIRS else None
 
     @property
@@ -237,7 +242,7 @@ class SentenceTransformersLoss(nn.Module):
                 "the dataset's column label, or give the collator label_column, or the batch targets={'label': ...}."
             )
         if label is not None and self.name in CLASSES:
-            label = label.long()
+            label = _classes(label, self.innermost.loss_fct)
         name, columns = type(self.loss).__name__, _one_row_each(own, everyone)  # (2)
         of_guide = _one_row_each(own, targets) if self._guides else [None] * len(columns)
         if self._is_cached:
@@ -357,6 +362,18 @@ def _losses_in(loss: nn.Module, of_model: set[nn.Module]) -> Iterator[Any]:
     for part in loss.children():
         if part not in of_model and not hasattr(part, "encode"):
             yield from _losses_in(part, of_model)
+
+
+def _classes(label: Tensor, loss_fct: Any) -> Tensor:
+    """Numbers of classes, which a run file's labels are as floats; probabilities and measures stay as they are."""
+    if label.dim() != 1 or not isinstance(loss_fct, nn.CrossEntropyLoss):
+        return label
+    if label.is_floating_point() and (odd := label[label != label.round()]).numel():
+        raise UsageError(
+            f"SoftmaxLoss: a row's label is {odd[0].item():g}, and a class is a whole number. Number the classes, or "
+            "give a row the probabilities of all classes."
+        )
+    return label.long()
 
 
 def _put(loss: Any, name: str, stand_in: _StandIn) -> None:

@@ -6,6 +6,7 @@ import datasets
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.multi_vector_encoder.data_collator import MultiVectorEncoderDataCollator
 from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
 
@@ -263,6 +264,24 @@ def test_other_tokens_have_a_file_of_their_own(models):
     assert (
         SentenceCollator(static.preprocess, ["anchor"], tokenizer=static.tokenizer).tokens_depend_on("anchor") is None
     )
+
+
+class Upper(SentenceTransformer):
+    def preprocess(self, inputs, **more):
+        return super().preprocess([text.upper() for text in inputs], **more)
+
+
+def test_tokens_of_a_preprocess_of_the_users_are_not_kept(models):
+    """Nothing tells what it makes of a text, so another model's tokens could be taken for its own."""
+    plain, first = models["text"], models["text"][0]
+    collator = SentenceCollator(plain.preprocess, ["anchor"], tokenizer=plain.tokenizer)
+    assert collator.tokens_depend_on("anchor") is not None
+    assert collator.of_model(Upper(modules=[*plain])).tokens_depend_on("anchor") is None
+    first.preprocess = lambda inputs, **more: type(first).preprocess(first, [text.upper() for text in inputs], **more)
+    try:
+        assert collator.tokens_depend_on("anchor") is None
+    finally:
+        del first.preprocess
 
 
 def vars_of(collator: SentenceCollator) -> dict:

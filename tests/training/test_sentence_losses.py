@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.multi_vector_encoder import losses as multi_vector
@@ -156,6 +156,21 @@ class Mixed(torch.nn.Module):
         return by_rank + self.scale.sum() * by_rate + anchor.pow(2).mean() / self.model.get_embedding_dimension()
 
 
+class Three(losses.CoSENTLoss):
+    """Reads more columns than its base."""
+
+    def forward(self, sentence_features, labels):
+        anchor, *others = [self.model(features)["sentence_embedding"] for features in sentence_features]
+        return sum(self.compute_loss_from_embeddings([anchor, other], labels) for other in others)
+
+
+class Members(losses.BatchAllTripletLoss):
+    """Reads more columns than its base."""
+
+    def forward(self, sentence_features, labels):
+        return sum(super(Members, self).forward([features], labels) for features in sentence_features)
+
+
 class Learnt(losses.CachedMultipleNegativesRankingLoss):
     """With a parameter of its own, whose gradient its cache makes too."""
 
@@ -189,6 +204,10 @@ OBJECTS = {
     "all": (lambda m, g: losses.BatchAllTripletLoss(m, EUCLIDEAN, margin=2.0), 1, CLASSES),
     "soft": (lambda m, g: losses.BatchHardSoftMarginTripletLoss(m), 1, CLASSES),
     "semi-hard": (lambda m, g: losses.BatchSemiHardTripletLoss(m, margin=2.0), 1, CLASSES),
+    "more columns of a pair": (lambda m, g: Three(m), 3, RATED),
+    "more columns of a group": (lambda m, g: Members(m), 2, CLASSES),
+    "probabilities of classes": (lambda m, g: losses.SoftmaxLoss(m, WIDTH, 4), 2, SCORES.softmax(1).double()),
+    "measures": (lambda m, g: losses.SoftmaxLoss(m, WIDTH, 4, loss_fct=torch.nn.MSELoss()), 2, SCORES.double()),
     "of a user": (lambda m, g: Mixed(m), 3, RATED),
     "dimensions of a user": (lambda m, g: losses.MatryoshkaLoss(m, Mixed(m), [32, 8]), 3, RATED),
 }  # fmt: skip
@@ -494,6 +513,19 @@ def test_negatives_of_one_row_are_never_those_of_another(tmp_path, is_sum):
     train(InfoNCELoss())  # which asks of no negative whose it is
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_negatives_in_lists_of_a_model_of_theirs_are_never_those_of_another_row(model, tmp_path, by_name):
+    """Four rows with 1, 2, 0 and 1 negatives: one for each, if nobody counts them by row."""
+    rows = Dataset.from_dict(texts(2, 4) | {"negatives": [["add"], ["list", "file"], [], ["date"]]})
+    args = DistTrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=1, report_to=[], disable_tqdm=True,
+        use_cpu=True, save_strategy="no",
+    )  # fmt: skip
+    given = DatasetDict({"code": rows}) if by_name else rows
+    with pytest.raises(UsageError, match="one row has . negatives and another one 0"):
+        DistTrainer(model, args, train_dataset=given, loss=losses.TripletLoss(model)).train()
+
+
 def test_rows_with_fewer_negatives_are_refused_before_training():
     """Where the loss takes the first, second, ... negatives of all rows as a column each."""
     rows = Dataset.from_dict(
@@ -561,6 +593,8 @@ def test_a_class_is_a_whole_number():
     loss = SentenceTransformersLoss("SoftmaxLoss", 4, embedding_dimension=4, num_labels=3)
     whole, of_floats = (loss(embeddings, targets={"label": torch.tensor(of)}).loss for of in ([2, 0, 1], [2.0, 0, 1]))
     assert torch.equal(whole, of_floats) and whole > 0
+    with pytest.raises(UsageError, match="a row's label is 0.7, and a class is a whole number"):
+        loss(embeddings, targets={"label": torch.tensor([0.7, 0, 1])})
 
 
 def test_rated_pairs_are_evaluated_as_by_sentence_transformers(model):
