@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -152,3 +153,37 @@ def commit_model(folder: Path, names: Iterable[str], content: Mapping[str, Any])
         "what was trained is written. hf-dist merge FOLDER --output DIR makes the complete model of its folder; "
         "save_full_model=true does so at the end of a run."
     )
+
+
+# ---- the model that a run ends with ----
+
+CONFIG = "config.json"
+OF_WEIGHTS = (CONFIG, "model*.safetensors*", "pytorch_model*", "adapter_*", "trainable.safetensors", "frozen.json")
+
+
+@contextlib.contextmanager
+def replacing_model(folder: Path, base: str | None, saves: bool = True) -> Iterator[None]:
+    """Around a save into a folder that may hold another model: what tells of its weights, and is not written again,
+    goes when the new one is whole. Adapters beside whole weights, or those beside new adapters, would be loaded.
+    `base`: the folder that the model's own base lies in, which stays as it is. `saves`: this rank writes."""
+    before = {} if not saves or base == str(folder.resolve()) else _of_weights(folder)
+    yield
+    after = _of_weights(folder) if before else {}
+    left = [path for path, written in before.items() if after.get(path) == written]
+    of_models = {path.parent for path in left if path.name != CONFIG}
+    if left := [path for path in left if path.parent in of_models]:  # a configuration alone may be anybody's
+        for path in left:
+            path.unlink()
+        names = ", ".join(str(path.relative_to(folder)) for path in left)
+        logger.warning(f"{folder} held another model. What was left of it is removed: {names}.")
+
+
+def _of_weights(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Files of weights, also of the modules of sentence-transformers -> what changes when one is written."""
+    found = {}
+    for below in (folder, *folder.glob("[0-9]*_*")):
+        names = OF_WEIGHTS if below != folder else (*OF_WEIGHTS, manifest.MANIFEST)
+        for path in itertools.chain.from_iterable(map(below.glob, names)):
+            if path.is_file():
+                found[path] = (path.stat().st_ino, path.stat().st_mtime_ns)
+    return found

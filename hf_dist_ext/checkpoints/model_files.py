@@ -8,6 +8,7 @@ and the rest lies in a folder or on the hub. Where `load` or one for the optimiz
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,10 @@ class ModelFiles:
         return self.strategy.whole_weights(self.run.model, keep=self.args.should_save)
 
     # ---- the model that a run ends with ----
+
+    def replacing(self, folder: Path) -> AbstractContextManager:
+        """Around such a save: nothing of another model stays in the folder. With Trainer's arguments it may."""
+        return commit.replacing_model(folder, base_model(self.run.bare_model), self.is_ours and self.args.should_save)
 
     def save_at_end(self, folder: Path, save: Save, as_trainer: Save, facts: Callable[[], Mapping[str, Any]]) -> bool:
         """`as_trainer`: Trainer's `save_model`, without its push; `facts`: of the manifest."""

@@ -94,7 +94,8 @@ def _train(run: Run, stage: Run, args: Any, parts: Parts, train_once: TrainOnce)
     trainer, report = train_once(stage, args, parts, partial(_withdraw_marks, run.stages[run.stages.index(stage) :]))
     is_last = stage is run.stages[-1]
     folder = Path(run.training["output_dir"] if is_last else args.output_dir)
-    facts = {"stage": {"name": stage.name} | _in_short(report) | report} | write_model(trainer, folder)  # (3)
+    with trainer.files.replacing(folder):
+        facts = {"stage": {"name": stage.name} | _in_short(report) | report} | write_model(trainer, folder)  # (3)
     if args.should_save:
         files = manifest.record(folder, _own_files(folder))  # on the disk from here on
         manifest.sync_folder(folder)

@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from hf_dist_ext.checkpoints import commit, manifest
+from hf_dist_ext.checkpoints.facts import base_model
 from hf_dist_ext.checkpoints.manifest import step_of
 from hf_dist_ext.errors import RunError
 from hf_dist_ext.strategies.consensus import together
@@ -34,13 +35,14 @@ _DRAFTS = (GENERATED, "# Model Card for Model ID")  # the last is peft's
 def save(save_model: Callable[[str], None], model: nn.Module, args: Any) -> None:
     """Call `save_model` on a folder; every rank calls it. RunError when the model is not in output_dir afterwards."""
     output_dir = Path(args.output_dir)
-    if _is_written(save_model, output_dir, args.should_save):  # (1)
+    write = partial(_is_written, save_model, base_model(model), args.should_save)
+    if write(output_dir):  # (1)
         return
     args.push_to_hub = False  # a push takes what lies in output_dir
     for base in (os.getcwd, Path.home, tempfile.gettempdir):  # (2)
         find = partial(_folder_with_room, model, output_dir, base)
         folder = together(find if args.should_save else lambda: None)[0]
-        if folder is not None and _is_written(save_model, folder, args.should_save):
+        if folder is not None and write(folder):
             raise RunError(
                 f"the disk of {output_dir} is full, so the trained model was written to {folder}. Free space and move "
                 "it to where you want it."
@@ -81,7 +83,7 @@ def is_by_hand(card: Path) -> bool:
     return not any(mark in content for mark in _DRAFTS)
 
 
-def _is_written(save_model: Callable[[str], None], folder: Path, should_save: bool) -> bool:
+def _is_written(save_model: Callable[[str], None], base: str | None, should_save: bool, folder: Path) -> bool:
     """Into a folder of its own first: what a full disk cuts short goes with it, and no file of anybody else's."""
     fresh = folder / UNFINISHED
 
@@ -99,11 +101,12 @@ def _is_written(save_model: Callable[[str], None], folder: Path, should_save: bo
             return False
 
     def end(is_whole: bool) -> None:
-        for name in [*manifest.files_in(fresh), manifest.MANIFEST] if should_save and is_whole else ():
-            stays = name == "README.md" and is_by_hand(folder / name)
-            if (fresh / name).is_file() and not stays:  # a manifest is last, and only of a part that was trained
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(fresh / name, folder / name)
+        with commit.replacing_model(folder, base, should_save and is_whole):
+            for name in [*manifest.files_in(fresh), manifest.MANIFEST] if should_save and is_whole else ():
+                stays = name == "README.md" and is_by_hand(folder / name)
+                if (fresh / name).is_file() and not stays:  # a manifest is last, and only of a part that was trained
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    os.replace(fresh / name, folder / name)
         if should_save:
             shutil.rmtree(fresh, ignore_errors=True)
 

@@ -705,12 +705,13 @@ class DistTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         folder, as_trainer = self._folder(output_dir), partial(super().save_model, _internal_call=True)
-        if _internal_call:
-            is_saved = self.files.save_for_resume(folder, self._save, self.keeper.writer)
-        else:
-            is_saved = self.files.save_at_end(folder, self._save, as_trainer, self._facts)
-        if not is_saved:
-            as_trainer(str(folder))
+        with nullcontext() if _internal_call else self.files.replacing(folder):
+            if _internal_call:
+                is_saved = self.files.save_for_resume(folder, self._save, self.keeper.writer)
+            else:
+                is_saved = self.files.save_at_end(folder, self._save, as_trainer, self._facts)
+            if not is_saved:
+                as_trainer(str(folder))
         if self.has_their_card and not _internal_call and self.args.should_save:
             sentence_trainer.write_card(self.bare_model, folder, self.strategy)
         if self.args.push_to_hub and not _internal_call:

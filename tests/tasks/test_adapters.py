@@ -13,9 +13,10 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
 
 from hf_dist_ext import cli
-from hf_dist_ext.checkpoints import manifest, resume
+from hf_dist_ext.checkpoints import commit, manifest, resume
 from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.data.digits import build_processor
 from hf_dist_ext.engine.losses import InfoNCELoss
@@ -79,6 +80,40 @@ def test_adapters_train_with_a_gradient_cache_and_resume_bit_for_bit(run_file, t
     main(path, "--resume_from_checkpoint", "true")
     again = adapters(out)
     assert all(torch.equal(again[name], value) for name, value in whole.items())
+
+
+def test_a_folder_that_another_run_ended_in_holds_the_new_model_alone(run_file, tmp_path):
+    """Whole weights below adapters of an earlier run, or adapters beside another base's weights, load as neither."""
+
+    def train(folder: Path, has_adapters: bool) -> torch.Tensor:
+        path = run_file(output_dir=str(folder), save_strategy="no", overwrite_output_dir=True)
+        if not has_adapters:
+            kept = {name: value for name, value in json.loads(path.read_text()).items() if "lora" not in name}
+            path.write_text(json.dumps(kept))
+        main(path)
+        return SentenceTransformer(str(folder), device="cpu").encode(["a b"])[0]
+
+    twice = tmp_path / "twice"
+    (twice / "theirs").mkdir(parents=True)
+    (twice / "theirs" / "model.safetensors").write_text("of somebody")
+    for has_adapters in (True, False):
+        expected = train(tmp_path / str(has_adapters), has_adapters)
+        train(twice, not has_adapters)
+        assert train(twice, has_adapters) == pytest.approx(expected, abs=1e-6)
+    assert (twice / "theirs" / "model.safetensors").read_text() == "of somebody"
+
+
+def test_what_a_folder_holds_of_an_earlier_model_goes_when_the_new_one_is_whole(tmp_path):
+    for name in ("config.json", "adapter_config.json", "model.safetensors", "notes.txt"):
+        (tmp_path / name).write_text("old")
+    with pytest.raises(OSError), commit.replacing_model(tmp_path, None):
+        raise OSError
+    with commit.replacing_model(tmp_path, str(tmp_path)):
+        pass  # the base of the new adapters lies there
+    assert len(list(tmp_path.iterdir())) == 4
+    with commit.replacing_model(tmp_path, None):
+        (tmp_path / "model.safetensors").write_text("new")
+    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "notes.txt"}
 
 
 def test_checkpoints_of_adapters_are_the_same_when_they_are_written_while_training_goes_on(run_file, tmp_path):
