@@ -151,9 +151,11 @@ def cached(Trainer, Arguments, loss):
 
 
 @script("gist", loss=losses.GISTEmbedLoss)
+@script("gist, its own guide", loss=losses.GISTEmbedLoss, is_own=True)
 @script("gist, cached", loss=losses.CachedGISTEmbedLoss, mini_batch_size=3)
-def gist(Trainer, Arguments, loss, **options):
-    model, guide = SentenceTransformer("bert"), SentenceTransformer("teacher")
+def gist(Trainer, Arguments, loss, is_own=False, **options):
+    model = SentenceTransformer("bert")
+    guide = model if is_own else SentenceTransformer("teacher")
     loss = loss(model, guide=guide, temperature=0.1, **options)
     return Trainer(model=model, args=Arguments(), train_dataset=rows("anchor positive negative"), loss=loss)
 

@@ -165,14 +165,19 @@ class SentenceTransformersLoss(nn.Module):
         self.similarity = None if names == kinds else "maxsim"  # by which evaluations compare
         self.chunks = self._without_model(model)
         self._guides: list[_Guide] = []  # a list keeps the guide's weights from being parameters of this loss
-        if hasattr(self.innermost, "must_retokenize"):
-            self._guides.append(self._without_guide())
+        if self._is_guided:
+            self._guides += self._without_guide()
+        if self._guides:
             self.targets_of = self._guides[0].embed
 
     @property
     def innermost(self) -> Any:
         """The loss itself, inside of MatryoshkaLoss too. No attribute: its parameters would be saved twice."""
         return self.loss.loss if type(self.loss).__name__ == MATRYOSHKA else self.loss
+
+    @property
+    def _is_guided(self) -> bool:
+        return hasattr(self.innermost, "must_retokenize")
 
     @property
     def _is_cached(self) -> bool:
@@ -235,7 +240,7 @@ class SentenceTransformersLoss(nn.Module):
         """
         everyone, targets = own if everyone is None else everyone, targets or {}
         own = {name: own[name] for name in list(own)[: self.num_columns]}
-        label = targets.get("label") if not self._guides else None
+        label = targets.get("label") if not self._is_guided else None
         if label is None and self.name in LABELS and (self.name not in MAY_LACK_LABEL or len(own) < 3):
             raise UsageError(
                 f"{self.name} needs a label of every row ({LABELS[self.name]}), and the batch has none. Call "
@@ -244,7 +249,7 @@ class SentenceTransformersLoss(nn.Module):
         if label is not None and self.name in CLASSES:
             label = _classes(label, self.innermost.loss_fct)
         name, columns = type(self.loss).__name__, _one_row_each(own, everyone)  # (2)
-        of_guide = _one_row_each(own, targets) if self._guides else [None] * len(columns)
+        of_guide = _one_row_each(own, targets) if self._guides else columns  # the model may be its own guide
         if self._is_cached:
             value = guarded(name, self._in_parts, columns, of_guide, label)  # (4)
         else:
@@ -290,19 +295,20 @@ class SentenceTransformersLoss(nn.Module):
             )
         return chunks
 
-    def _without_guide(self) -> _Guide:
+    def _without_guide(self) -> list[_Guide]:
+        """The guide; none where it is the model that trains, whose embeddings of the step stand for its own."""
         loss = self.innermost
         if not isinstance(loss.guide, _StandIn):
             _put(loss, "guide", _StandIn("guide", _Guide(loss, self._guide_rows)))
             loss.must_retokenize = False  # the features hold the guide's embeddings, whoever made them
-            loss.similarity_fct = _Cosines()
-        return loss.guide.model
+        loss.similarity_fct = _Cosines()
+        return [loss.guide.model] if loss.guide.key == "guide" else []
 
     # ---- (3) and (4) ----
 
     def _in_parts(self, columns: list[Any], of_guide: list[Any], label: Tensor | None) -> Tensor:
         """The loss by its `calculate_loss`, which back-propagates to embeddings that are leaves as it goes."""
-        more: Any = [[rows] for rows in of_guide] if self._guides else label
+        more: Any = [[rows.detach()] for rows in of_guide] if self._is_guided else label
         if self.similarity is not None:
             columns, more = [rows[VECTORS] for rows in columns], [[rows[MASK].bool()] for rows in columns]
         own = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
@@ -339,6 +345,11 @@ class _StandIn:
     def forward(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
         if VECTORS in features:
             return {"token_embeddings": features[VECTORS], "attention_mask": features[MASK]}
+        if self.key not in features:
+            raise UsageError(
+                "This loss was given to DistTrainer, which took its model out, and reads embeddings since then. Make "
+                "another one of the model for another trainer."
+            )
         return {"sentence_embedding": features[self.key]}
 
     def __getattr__(self, name: str) -> Any:

@@ -194,6 +194,10 @@ OBJECTS = {
         m, hardness_mode="hard_negatives", hardness_strength=2.0), 4, None),
     "cached guide": (lambda m, g: losses.CachedGISTEmbedLoss(m, g["shorter"], temperature=0.1, **CACHED), 4, None),
     "guide": (lambda m, g: losses.GISTEmbedLoss(m, g["same"], margin_strategy="relative", margin=0.1), 3, None),
+    "its own guide": (lambda m, g: losses.GISTEmbedLoss(m, m, temperature=0.1), 3, None),
+    "its own guide, cached": (lambda m, g: losses.CachedGISTEmbedLoss(m, m, temperature=0.1, **CACHED), 4, None),
+    "dimensions of its own guide": (lambda m, g: losses.MatryoshkaLoss(
+        m, losses.GISTEmbedLoss(m, m, temperature=0.1), [32, 8]), 2, None),
     "mega batch": (lambda m, g: losses.MegaBatchMarginLoss(m, mini_batch_size=3), 2, None),
     "dimensions of a cached one": (lambda m, g: losses.MatryoshkaLoss(
         m, losses.CachedMultipleNegativesRankingLoss(m, **CACHED), [32, 8], [1.0, 0.5]), 3, None),
@@ -344,6 +348,15 @@ def test_a_loss_that_was_given_before_is_given_again(model, guides):
     short = {name: of[:, :8] for name, of in rows.items()}
     torch.testing.assert_close(around(rows).loss, as_loss(inner, model)(short).loss)
     assert abs(around(rows).loss - value) > 1e-3 and isinstance(model, SentenceTransformer)
+
+
+def test_a_loss_that_was_given_goes_to_no_other_trainer(model, guides):
+    """It has no model, and its rows are those of all processes already."""
+    features = [model.preprocess(rows) for rows in texts(2).values()]
+    for loss in (losses.TripletLoss(model), losses.GISTEmbedLoss(model, guides["same"])):
+        as_loss(loss, model)
+        with pytest.raises(UsageError, match="given to DistTrainer, which took its model out"):
+            loss(features, None)
 
 
 def test_an_unknown_loss_is_taken_for_what_costs_most(model):
