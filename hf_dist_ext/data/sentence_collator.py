@@ -337,11 +337,11 @@ class SentenceCollator:
         from sentence_transformers.base.model import BaseModel
 
         first = getattr(self.preprocess, "__self__", [None])[0]
-        # a `preprocess` of the user's may change texts
-        is_known = getattr(self.preprocess, "__func__", None) is BaseModel.preprocess and "preprocess" not in vars(
-            first
+        is_known = (
+            type(first).__module__ == "sentence_transformers.base.modules.transformer"
+            and getattr(self.preprocess, "__func__", None) is BaseModel.preprocess  # the user's may change texts
+            and "preprocess" not in vars(first)
         )
-        is_known = is_known and type(first).__module__ == "sentence_transformers.base.modules.transformer"
         own = tokens_depend_on(self.tokenizer) if is_known and self.tokenizer is not None else None
         if own is None or getattr(first, "tokenizer", None) is not self.tokenizer:
             return None
