@@ -59,6 +59,7 @@ class Keeper:
         self.at_begin: list[Callable[[], None]] = []
         self._begin_run: Callable[[], Mapping[str, Any]] = manifest.new_run
         self._loss_settings = settings(loss)
+        self._settings: Mapping[str, Any] = {}
         self._run: Mapping[str, Any] = manifest.new_run()
         self._chosen: Path | None = None
         self._asked: bool | str | None = None
@@ -89,12 +90,13 @@ class Keeper:
         dtype_of_base: str,
         load_adapters: Callable[[nn.Module, Path], None],
         optimizer: str,
+        settings: Mapping[str, Any],
         is_search: bool,
     ) -> None:
         """Once the (bare) model is there: it fits what was chosen, or has its weights with `resume_weights_only`.
         `frozen_digests`: of the weights that this run's checkpoints leave out. `dtype_of_base`: what this run loaded
-        the model in. `optimizer`: the class of this run's."""
-        folder = self._chosen
+        the model in. `optimizer`: the class of this run's. `settings`: what else a step computes with."""
+        folder, self._settings = self._chosen, settings
         if folder is not None and self._takes_weights_only:
             resume.load_weights_only(model, folder, self.args.trust_checkpoint, strategy, load_adapters)
             if (folder / LOSS_WEIGHTS).is_file():
@@ -105,6 +107,7 @@ class Keeper:
             resume.check_optimizer(self.args, folder, self.resumed, optimizer)
             resume.check_base(folder, self.resumed, model, dtype_of_base, strategy.casts_to)
             resume.check_frozen(folder, frozen_digests)
+            resume.check_settings(folder, self.resumed, settings)
         begin, given = resume.begin_or_continue_run, (self.args, folder, self._asked, is_search)
         self._begin_run = partial(begin, *given, self._takes_weights_only)
 
@@ -168,7 +171,7 @@ class Keeper:
         run = {name: self._run.get(name) for name in ("run_id", "parent", "began_from_weights")}
         best, limit = state.best_model_checkpoint, args.save_total_limit
         content = {**facts(), **run, "generation": generation} if args.should_save else {}
-        content["loss"] = self._loss_settings
+        content |= {"loss": self._loss_settings, "settings": self._settings}
         content["best"] = resume.identity_of_best(best, folder, content)
 
         def end(group: Any = None) -> None:

@@ -34,6 +34,8 @@ from hf_dist_ext.strategies.tensors import loss_parameters
 
 logger = logging.get_logger(__name__)
 
+OF_A_SCALE = ("lora_alpha", "use_rslora", "alpha_pattern")  # what peft multiplies the trained adapters with
+SHORT = 80  # letters of a value that a warning shows
 OF_A_METRIC = {"reduce_lr_on_plateau", "greedy"}  # schedules with a state of their own; all others share one form
 
 # ---- which one ----
@@ -258,6 +260,26 @@ def check_optimizer(args: Any, folder: Path, content: Mapping[str, Any], optimiz
             f'{folder} holds a schedule of lr_scheduler_type="{before}", and this run has "{now}", whose state is '
             "another. Give that of the checkpoint, or resume_weights_only=true: it takes the weights, and everything "
             "else starts anew."
+        )
+
+
+def check_settings(folder: Path, content: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """`settings` are those of this run. UsageError where trained adapters would count another number of times; what
+    else a step computes otherwise is said."""
+    saved = content.get("settings", {})  # a newer transformers may know more fields, or fewer
+    changed = {name: (saved[name], now) for name, now in settings.items() if saved.get(name, now) != now}
+    for name, (before, now) in changed.items():
+        if name.rpartition(".")[2] in OF_A_SCALE:
+            raise UsageError(
+                f"{folder}: its adapters were trained with {name}={before}, and this run has {name}={now}, which "
+                f"multiplies them by another number. Give {name} as it was, or resume_weights_only=true and the path "
+                "of the checkpoint to start anew from them."
+            )
+    words = [f"{name} {before} -> {now}" for name, (before, now) in changed.items()]
+    words = [one if len(one) <= SHORT + len(name) else name for one, name in zip(words, changed, strict=True)]
+    if words and collectives.rank() == 0:
+        logger.warning(
+            f"the checkpoint was trained with other settings, from here those given hold: {', '.join(words)}."
         )
 
 

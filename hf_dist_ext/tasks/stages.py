@@ -27,6 +27,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import manifest, resume
 from hf_dist_ext.errors import UsageError
@@ -40,6 +41,8 @@ from hf_dist_ext.strategies.tensors import is_split
 from hf_dist_ext.tasks.parts import Parts, build_parts, make_arguments
 from hf_dist_ext.training.scaling import MEASURED
 from hf_dist_ext.training.trainer import DistTrainer
+
+logger = logging.get_logger(__name__)
 
 OTHER_PRECISION = "other_precision.safetensors"
 RESUME = "resume_from_checkpoint"
@@ -55,6 +58,8 @@ def run_stages(run: Run, train_once: TrainOnce) -> list[dict[str, Any]]:
     decided = consensus.together(lambda: [(stage.is_done, stage.training.get(RESUME)) for stage in run.stages])[0]
     for stage, (is_done, asked) in zip(run.stages, decided, strict=True):  # as rank 0 has found the folders
         stage.is_done, stage.training[RESUME] = is_done, asked
+    if args.process_index == 0:
+        _say_edited(run)
     todo = [stage for stage in run.stages if not stage.is_done]
     for index, stage in enumerate(run.stages):
         if stage in todo:
@@ -74,6 +79,28 @@ def run_stages(run: Run, train_once: TrainOnce) -> list[dict[str, Any]]:
             del parts
             gc.collect()
     return consensus.together(lambda: args.process_index == 0 and _reports(run))[0]
+
+
+def _fields_of(run: Run, stage: Run) -> dict[str, Any]:
+    """Those that the stage itself has in the run file."""
+    fields = run.options.stages[run.stages.index(stage)]
+    return {name: value for name, value in fields.items() if not name.startswith("_")}
+
+
+def _say_edited(run: Run) -> None:
+    """A finished stage is passed over, whatever its fields say now."""
+    for stage in run.stages:
+        if not stage.is_done:
+            continue
+        now = _fields_of(run, stage)
+        saved = (manifest.read(stage.training["output_dir"]) or {}).get("stage_fields", now)
+        names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+        if names:
+            words = ", ".join(f"{name} {saved.get(name)} -> {now.get(name)}" for name in names)
+            logger.warning(
+                f'stage "{stage.name}" is finished and not trained again, though it was edited since: {words}. To '
+                "train all stages anew, give --overwrite_output_dir without resume_from_checkpoint."
+            )
 
 
 def _withdraw_marks(stages: list[Run]) -> None:
@@ -96,6 +123,7 @@ def _train(run: Run, stage: Run, args: Any, parts: Parts, train_once: TrainOnce)
     folder = Path(run.training["output_dir"] if is_last else args.output_dir)
     with trainer.files.replacing(folder):
         facts = {"stage": {"name": stage.name} | _in_short(report) | report} | write_model(trainer, folder)  # (3)
+    facts["stage_fields"] = _fields_of(run, stage)
     if args.should_save:
         files = manifest.record(folder, _own_files(folder))  # on the disk from here on
         manifest.sync_folder(folder)

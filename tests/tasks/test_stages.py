@@ -185,6 +185,16 @@ def test_a_killed_run_goes_on_in_its_stage_and_ends_with_the_same_weights(tmp_pa
     seen.clear()
     main(cut / "run.json", "--resume_from_checkpoint", "true")
     assert seen == [], "everything is finished"
+    monkeypatch.setattr(stages.logger, "warning", (said := []).append)
+    main(cut / "run.json", "--resume_from_checkpoint", "true")
+    fields = json.loads((cut / "run.json").read_text())
+    fields["stages"][1] |= {"max_steps": 40, "_": "a comment"}
+    (cut / "edited.json").write_text(json.dumps(fields))
+    main(cut / "edited.json", "--resume_from_checkpoint", "true")
+    assert seen == [] and len(said) == 1, "only what was edited is said"
+    assert (
+        'stage "align" is finished and not trained again, though it was edited since: max_steps None -> 40.' in said[0]
+    )
     monkeypatch.setattr(DistTrainer, "training_step", stops)
     seen += ["align"] * 3
     short = ("--max_steps", "1", "--max_eval_samples", "4")
