@@ -84,7 +84,8 @@ def settings(args: Any, collator: Any, model: nn.Module) -> dict[str, Any]:
         found |= {name: value for name, value in config.to_dict().items() if OF_A_FUNCTION.search(name)}
     if is_of_sentence_transformers(model):
         own = from_run.settings_of(model)
-        found |= {"pooling": module.pooling_mode for module in model if hasattr(module, "pooling_mode")}
+        for module in model:
+            found |= {"pooling": module.pooling_mode} if hasattr(module, "pooling_mode") else {}
         found |= own["reads"] if found["max_length"] is None else {}
     for adapter, options in adapters_of(model).items():
         start = "" if adapter == "default" else f"{adapter}."
