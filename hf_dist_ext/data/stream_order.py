@@ -110,10 +110,6 @@ def check_stream(args: Any, stream: Any) -> None:
         raise UsageError(
             f"{by_epoch[0]}='epoch' with a stream: its epochs follow each other inside of a batch. Set it to 'steps'."
         )
-    if not args.dataloader_in_order:
-        raise UsageError(
-            "dataloader_in_order=false with a stream: a checkpoint could not say which rows were used. Remove it."
-        )
     if args.world_size == 1:
         return
     if any(getattr(part, "_distributed", None) is not None for part in sources_of(stream).values()):

@@ -138,9 +138,16 @@ class LossPerSource(_Losses):
         self.has_default = default is not None
 
     def of(self, source: str | None) -> nn.Module:
-        """Raises KeyError for a source without a loss."""
+        """Raises UsageError for a source without a loss."""
         key = f"of_{source}"
-        return self.losses["of_" if self.has_default and key not in self.losses else key]
+        if key not in self.losses and not self.has_default:
+            names = ", ".join(name.removeprefix("of_") for name in self.losses)
+            whose = "rows that name no dataset" if source is None else f'rows of "{source}"'
+            raise UsageError(
+                f"a loss by dataset ({names}) has none for {whose}. Give these rows by such a name, as in "
+                "evaluate({NAME: dataset}), or evaluate(NAME) those that the trainer has."
+            )
+        return self.losses["of_" if key not in self.losses else key]
 
     def forward(self, *arguments: Any, **options: Any) -> LossOutput:
         raise TypeError("a LossPerSource is of no one source: call of(source)")

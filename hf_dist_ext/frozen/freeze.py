@@ -126,8 +126,8 @@ def split_by_pattern(
         found = [p for name, p in model.named_parameters() if p.requires_grad and re.search(pattern, f"model.{name}")]
         if other := next((name for name in of_loss if re.search(pattern, name)), None):
             raise UsageError(
-                f"learning_rate_mapping: {pattern!r} is found in {other!r}, a parameter of the loss, which has "
-                "learning_rate. Let it begin with ^model to mean those of the model."
+                f"learning_rate_mapping: {pattern!r} is found in {other!r}, a parameter of the loss, and those train "
+                "with learning_rate here. Remove it, or let it begin with ^model to mean parameters of the model."
             )
         if not found:
             first = next(iter(model.named_parameters()), ("", None))[0]

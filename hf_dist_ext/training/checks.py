@@ -198,6 +198,11 @@ def _check_what_is_read(args: Any, loader: Any, strategy: Strategy, has_optimize
     """
     if not isinstance(args, DistTrainingArguments):
         return
+    if not args.dataloader_in_order:
+        raise UsageError(
+            "dataloader_in_order=false hands over batches as workers end them, and a checkpoint counts the rows that "
+            "were used in their order. Remove it."
+        )
     if has_optimizer and args.learning_rates:
         raise UsageError(
             "learning_rates makes groups of the optimizer that Trainer builds, but one was given. Give it groups "

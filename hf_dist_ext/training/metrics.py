@@ -148,8 +148,13 @@ def names_of_paired(rows: Any, compute_metrics: Any) -> Sequence[str] | None:
         return ()
     if compute_metrics is metrics_of_rated_pairs:
         return ("loss", *RATED)
-    is_ours = getattr(compute_metrics, "func", None) is metrics_of_prediction
-    return ("loss", *PAIRED) if is_ours else None
+    return ("loss", *PAIRED) if is_of_pairs(compute_metrics) else None
+
+
+def is_of_pairs(compute_metrics: Any) -> bool:
+    """Whether it is ours, which compares the rows of two columns."""
+    kind = getattr(compute_metrics, "func", compute_metrics)
+    return kind in (metrics_of_rated_pairs, metrics_of_prediction) or isinstance(kind, MetricsOfSources)
 
 
 def labels_of_rows(loss: Any, facts: Any, anchor: str, positive: str, rows: torch.Tensor) -> torch.Tensor:

@@ -82,6 +82,12 @@ def prepare_sentence_data(
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Router
 
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        raise UsageError(
+            f"train_sampling_strategy={str(args.train_sampling_strategy)!r} orders rows by a length that rows of "
+            "texts do not have. Remove it: a gradient cache sorts the rows of a batch by length before it cuts them "
+            "(gradient_cache_sort)."
+        )
     if not args.router_mapping and any(isinstance(child, Router) for child in model.children()):
         raise UsageError(
             "router_mapping is missing: the model has a Router, which must know the route of every column. Give "
@@ -134,7 +140,7 @@ def _check_texts(which: str, dataset: Any) -> None:
     """That no column of numbers would be read as text: an id, or a label under another name."""
     from datasets import ClassLabel, Value
 
-    for name, feature in (getattr(dataset, "features", None) or {}).items():
+    for name, feature in ({} if has_transform(dataset) else getattr(dataset, "features", None) or {}).items():
         is_number = isinstance(feature, Value | ClassLabel) and re.match("u?int|float|bool", feature.dtype)
         if is_number and name != label_column(dataset.column_names):
             raise UsageError(
@@ -144,9 +150,22 @@ def _check_texts(which: str, dataset: Any) -> None:
 
 
 def nulls_of(dataset: Any) -> dict[str, int]:
-    """Column -> rows without a value; nothing of a stream."""
-    table = getattr(dataset, "data", None)
-    return {name: table.column(name).null_count for name in getattr(table, "column_names", ())}
+    """Column -> rows without a value; nothing of a stream, or of what a transform makes."""
+    table, indices = getattr(dataset, "data", None), getattr(dataset, "_indices", None)
+    if table is None or has_transform(dataset):
+        return {}
+    nulls = {name: table.column(name).null_count for name in table.column_names}
+    if indices is None:
+        return nulls
+    rows = indices.column(0)  # of a dataset that is filtered or selected, whose table has all rows
+    return {
+        name: table.column(name).is_null().take(rows).to_pylist().count(True) if nulls[name] else 0 for name in nulls
+    }
+
+
+def has_transform(dataset: Any) -> bool:
+    """Whether the columns of a row are what a function of `with_transform` makes."""
+    return (getattr(dataset, "format", None) or {}).get("type") == "custom"
 
 
 def _check_values(which: str, dataset: Any) -> None:
@@ -178,7 +197,8 @@ def _by_name(which: str, dataset: Any) -> dict[Any, Any]:
 
 
 def _embedded(dataset: Any) -> list[str]:
-    names = list(dataset.column_names or next(iter(dataset)))  # a stream may know them once a row is read
+    names = None if has_transform(dataset) else dataset.column_names
+    names = list(names or next(iter(dataset)))  # a stream may know them once a row is read
     return [name for name in names if name != label_column(names)]
 
 

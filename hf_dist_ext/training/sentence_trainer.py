@@ -114,6 +114,7 @@ def converted(given: dict[str, Any]) -> dict[str, Any]:
         UsageError: what can not be honoured.
     """
     args, loss, model = given.get("args"), given.get("loss"), given.get("model")
+    refuse_other_encoder(model)
     is_theirs = _is_theirs(args)
     if args is None:
         args = DistTrainingArguments(output_dir="tmp_trainer")
@@ -124,6 +125,7 @@ def converted(given: dict[str, Any]) -> dict[str, Any]:
     if model is None and init is not None and (is_theirs or (loss is not None and not scores_embeddings(loss))):
         set_seed(args.seed)
         model = Trainer.call_model_init(cast(Any, SimpleNamespace(model_init=init)))  # as theirs does
+        refuse_other_encoder(model)
     if not is_of_sentence_transformers(model):
         return given
     if not isinstance(args, DistTrainingArguments):
@@ -134,6 +136,16 @@ def converted(given: dict[str, Any]) -> dict[str, Any]:
     if given.get("processing_class") is None and hasattr(getattr(model, "processor", None), "save_pretrained"):
         given["processing_class"] = model.processor
     return given
+
+
+def refuse_other_encoder(model: Any) -> None:
+    """Raises UsageError for a model whose losses are other ones."""
+    for name in ("CrossEncoder", "SparseEncoder"):
+        if any(kind.__name__ == name and kind.__module__.startswith(f"{PACKAGE}.") for kind in type(model).__mro__):
+            raise UsageError(
+                f"model is a {type(model).__name__}, which DistTrainer does not train. Train it with {name}Trainer of "
+                "sentence-transformers."
+            )
 
 
 def _is_theirs(given: Any) -> bool:

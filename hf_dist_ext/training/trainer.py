@@ -36,7 +36,7 @@ from hf_dist_ext.data.sentence_collator import SentenceCollator
 from hf_dist_ext.engine.budget import ChunkBudget
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.evaluation import evaluators
+from hf_dist_ext.evaluation import evaluators, stream_rows
 from hf_dist_ext.evaluation.encoder import dist_encoder
 from hf_dist_ext.evaluation.token_vectors import as_prediction
 from hf_dist_ext.failures import activity
@@ -323,6 +323,7 @@ class DistTrainer(Trainer):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)
+        sentence_trainer.refuse_other_encoder(model)
         if self.loss is None and is_of_sentence_transformers(model):
             raise UsageError(
                 f"loss is missing: model_init makes a {type(model).__name__}, and which kind of model it makes is not "
@@ -785,10 +786,13 @@ class DistTrainer(Trainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         # With dataloader_persistent_workers Trainer 5.23 keeps the loader of a dataset that it is given, and takes it
         # for that of the next one. Loaders of its own are kept.
-        if eval_dataset is None or isinstance(eval_dataset, str) or eval_dataset is self.eval_dataset:
+        is_own = eval_dataset is None or isinstance(eval_dataset, str) or eval_dataset is self.eval_dataset
+        with stream_rows.counted(self), nullcontext() if is_own else meanwhile(self, _eval_dataloaders={}):
             return super().get_eval_dataloader(cast(Any, eval_dataset))
-        with meanwhile(self, _eval_dataloaders={}):
-            return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        with stream_rows.counted(self):
+            return super().get_test_dataloader(test_dataset)
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> EvalLoopOutput:
         output = super().evaluation_loop(*arguments, **options)
@@ -812,14 +816,19 @@ class DistTrainer(Trainer):
 
     @torch.no_grad()
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None):
-        """With a loss: (loss, embeddings of anchors and positives, ids or labels); the loss of the training step."""
+        """With a loss: (loss, embeddings of anchors and positives, ids or labels), of a single column its embeddings
+        and labels; the loss of the training step."""
         if self.own_loss is not None:
             return self.own_loss.predict(inputs, prediction_loss_only, self.label_names)
         if self.loss is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self.gather_function = stream_rows.gathered_of(self, inputs)
         loss, embeddings, facts = self.step.score_only(model, inputs)
-        if prediction_loss_only or len(embeddings) == 1:
+        if prediction_loss_only or (len(embeddings) == 1 and metrics.is_of_pairs(self.compute_metrics)):
             return loss, None, None
+        if len(embeddings) == 1:
+            (rows,) = embeddings.values()
+            return loss, as_prediction(rows), facts.targets.get("label", loss.new_zeros(len(rows)))
         anchor, positive, *_ = embeddings
         rows: Any = embeddings[anchor]
         labels = metrics.labels_of_rows(loss_of(self.loss, facts.source), facts, anchor, positive, rows)

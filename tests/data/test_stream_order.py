@@ -255,7 +255,7 @@ def test_what_can_not_be_is_said(tmp_path):
         run(tmp_path, plain().filter(lambda row: False), max_steps=2)
     with pytest.raises(UsageError, match="save_strategy='epoch' with a stream"):
         run(tmp_path, plain(), max_steps=2, save_strategy="epoch")
-    with pytest.raises(UsageError, match="dataloader_in_order=false with a stream"):
+    with pytest.raises(UsageError, match="dataloader_in_order=false hands over"):
         run(tmp_path, plain(), max_steps=2, dataloader_in_order=False)
 
 

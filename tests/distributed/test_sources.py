@@ -9,6 +9,7 @@ import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
+from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss
 
 from hf_dist_ext.data import stream_readers
 from hf_dist_ext.data.collator import content_id
@@ -20,6 +21,7 @@ from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import MODES, THREE, Run
+from tests.sentence_models import text_model
 from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 
 SIZES, SHARES, WINDOW = {"pairs": 30, "triplets": 21, "others": 19}, [0.5, 0.3, 0.2], 8
@@ -152,3 +154,27 @@ def test_one_process_and_two_draw_the_same_and_one_goes_on_where_two_stopped(tmp
         counts = Counter(rows)
         assert len(counts) == size or whole == 0
         assert max(counts.values()) - min(counts.values()) <= (2 if is_stream else 1)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_stream_is_evaluated_over_the_rows_that_it_has(tmp_path, shards):
+    """13 rows are one more than three batches of two processes: what fills the fourth up is no row of the stream. Its
+    loss is that of a Dataset of these rows."""
+
+    def figures(folder) -> str:
+        torch.manual_seed(0)
+        model = text_model(folder / f"model{rank()}")
+        words = [f"{WORDS[i % len(WORDS)]} {WORDS[i * 5 % len(WORDS)]}" for i in range(14)]
+        rows = datasets.Dataset.from_dict({"a": words[:13], "b": words[1:], "score": [i / 13 for i in range(13)]})
+        args = DistTrainingArguments(
+            folder / "run", report_to=[], use_cpu=True, disable_tqdm=True, per_device_eval_batch_size=2
+        )
+        made = DistTrainer(model, args, rows, loss=CosineSimilarityLoss(model))
+        stream = rows.to_iterable_dataset(num_shards=shards)
+        of_stream, of_rows = made.evaluate(stream), made.evaluate(rows)
+        assert of_stream["eval_loss"] == pytest.approx(of_rows["eval_loss"], rel=1e-6)
+        return json.dumps([of_stream["eval_spearman_cosine"], made.predict(stream).label_ids.tolist()])
+
+    alone = json.loads(figures(tmp_path))
+    together = json.loads(Run("ddp", tmp_path / "log", lambda say: figures(tmp_path)).result())
+    assert together == alone and len(alone[1]) == 13

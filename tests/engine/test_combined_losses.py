@@ -84,7 +84,7 @@ def test_a_source_has_its_loss_and_all_others_the_default():
     first, second = InfoNCELoss(0.1), InfoNCELoss(0.2)
     losses = LossPerSource({"train": first}, second)  # the name of a method, too
     assert losses.of("train") is first and losses.of("other") is second and loss_of(first, "train") is first
-    with pytest.raises(KeyError):
+    with pytest.raises(UsageError):
         LossPerSource({"train": first}).of("other")
 
 

@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import sentence_transformers
 import torch
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 from sentence_transformers import SentenceTransformer
@@ -14,6 +15,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.evaluation import evaluators
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.sentence_data import nulls_of
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.sentence_models import bert, text_model
 from tests.tiny_models import WORDS
@@ -208,6 +210,80 @@ def test_rows_without_a_text_are_refused_and_without_a_negative_are_not(tmp_path
     DistTrainer(model, args, Dataset.from_dict(rows), loss=loss)
     with pytest.raises(UsageError, match='train_dataset: column "positive" has no value in 1 of 2 rows'):
         DistTrainer(model, args, Dataset.from_dict(rows | {"positive": ["text", None]}), loss=loss)
+
+
+def test_a_filtered_dataset_is_judged_by_the_rows_that_it_has(tmp_path, model):
+    rows = Dataset.from_dict({"anchor": ["a", "b", "c", "d"], "positive": ["text", None, "read", None]})
+    kept = rows.filter(lambda row: row["positive"] is not None, keep_in_memory=True)
+    assert nulls_of(kept) == {"anchor": 0, "positive": 0}
+    assert nulls_of(rows.select([3, 0, 1])) == {"anchor": 0, "positive": 2}
+    trainer(tmp_path, model, train=kept, loss=losses.MultipleNegativesRankingLoss)
+    assert len(model.model_card_data.train_datasets) == 1, "the card describes it"
+
+
+def test_a_transform_says_which_columns_there_are(tmp_path, model):
+    rows = Dataset.from_dict({"x": ["date", None], "n": [0, 1]})
+    rows = rows.with_transform(lambda of: {"b": ["file"] * len(of["x"]), "a": ["date"] * len(of["x"])})
+    for given in (rows, {"one": rows}):
+        made = trainer(tmp_path, model, train=given, loss=losses.MultipleNegativesRankingLoss, prompts={"a": "open "},
+                       per_device_train_batch_size=2, no_duplicates_in_batch=False)  # fmt: skip
+        assert list(made.data_collator.columns) == ["b", "a"]
+        made.train()
+
+
+@pytest.mark.parametrize("name, module", [("CrossEncoder", "cross_encoder"), ("SparseEncoder", "sparse_encoder")])
+@pytest.mark.parametrize("loss", [None, losses.CoSENTLoss])
+def test_another_encoder_is_refused_by_its_name(tmp_path, name, module, loss):
+    base = type(name, (torch.nn.Linear,), {"__module__": f"sentence_transformers.{module}.model"})
+    assert getattr(sentence_transformers, name).__module__ == base.__module__
+    other = type("Mine", (base,), {})(2, 2)
+    for more in ({"model": other}, {"model": None, "model_init": lambda: other}) if loss else ({"model": other},):
+        with pytest.raises(UsageError, match=f"model is a Mine, which DistTrainer does not train. .* {name}Trainer"):
+            trainer(tmp_path, loss=loss, **more)
+
+
+def test_compute_metrics_of_the_user_gets_the_embeddings_of_a_single_column(tmp_path, model):
+    rows = Dataset.from_dict({"text": WORDS[:11], "label": [0, 1, 1, 0, 2, 2, 0, 1, 2, 0, 1]})
+    made, seen = trainer(tmp_path, model, train=rows, evaluation=rows, loss=losses.BatchAllTripletLoss), []
+    assert set(made.evaluate()) >= {"eval_loss"} and made.predict(rows).predictions.shape == (11, 32)
+    made.compute_metrics = lambda prediction: seen.append(prediction) or {"mine": 1.0}
+    assert made.evaluate()["eval_mine"] == 1.0
+    assert (seen[0].label_ids == rows["label"]).all()
+    torch.testing.assert_close(torch.from_numpy(seen[0].predictions), torch.from_numpy(model.encode(rows["text"])))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_short_batch_of_a_stream_counts_as_many_rows_as_it_has(tmp_path, model, workers):
+    more = {"per_device_eval_batch_size": 4, "dataloader_num_workers": workers}
+    made = trainer(tmp_path, model, loss=losses.MultipleNegativesRankingLoss, train=pairs(8), **more)
+    rows = pairs(13).remove_columns("score")
+    parts = [rows] if not workers else [rows.select(range(7)), rows.select(range(7, 13))]
+    of_batches = [one.select(range(i, min(i + 4, len(one)))) for one in parts for i in range(0, len(one), 4)]
+    expected = sum(len(one) * made.evaluate(one)["eval_loss"] for one in of_batches) / 13
+    stream = rows.to_iterable_dataset(num_shards=len(parts))
+    assert made.evaluate(stream)["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    assert made.evaluate({"x": stream})["eval_x_loss"] == pytest.approx(expected, rel=1e-6)
+    anchors, positives = made.predict(stream).predictions
+    assert len(anchors) == len(positives) == 13
+
+
+def test_a_loss_by_dataset_says_how_rows_to_evaluate_are_given(tmp_path, model):
+    loss = {"near": losses.CosineSimilarityLoss(model), "far": losses.CoSENTLoss(model)}
+    made = trainer(tmp_path, model, loss=loss, train=by_name())
+    for ask in (made.evaluate, made.predict):
+        with pytest.raises(UsageError, match=r"by dataset \(near, far\) has none for rows that name no dataset"):
+            ask(pairs(4))
+    assert "eval_near_loss" in made.evaluate({"near": pairs(4)})
+
+
+def test_an_order_by_lengths_is_refused_before_training(tmp_path, model):
+    with pytest.raises(UsageError, match="train_sampling_strategy='group_by_length' orders rows by a length"):
+        trainer(tmp_path, model, train_sampling_strategy="group_by_length")
+
+
+def test_batches_in_another_order_are_refused(tmp_path, model):
+    with pytest.raises(UsageError, match="dataloader_in_order=false hands over batches as workers end them"):
+        trainer(tmp_path, model, dataloader_in_order=False, dataloader_num_workers=2)
 
 
 def test_an_evaluator_that_training_never_asks_is_said(tmp_path, model, monkeypatch):
