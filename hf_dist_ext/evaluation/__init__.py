@@ -4,7 +4,7 @@
 `from_files.py` makes evaluators of what a run file names: those of sentence-transformers, tasks of mteb
 (`mteb_task.py`) and whole corpora (`corpus.py`), whose right documents `corpus_ranks.py` finds. `views.py` has
 embeddings as they are compared, `token_vectors.py` those of every token, and `retrieval_metrics/` computes figures
-from ranks.
+from ranks. `stream_rows.py` tells the rows of a stream from those that fill up a batch.
 """
 
 from typing import TYPE_CHECKING
