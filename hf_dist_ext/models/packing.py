@@ -233,7 +233,9 @@ def _register_pooling() -> None:
         rows, mode = features.get("packed_rows"), self.pooling_mode
         if rows is None or prompt_length or not (isinstance(mode, str) and mode in POOLINGS):
             return theirs(self, tokens, features, prompt_length=prompt_length)
-        return [pool_packed(tokens.squeeze(0), rows, POOLINGS[mode])]
+        pooled = pool_packed(tokens.squeeze(0), rows, POOLINGS[mode])
+        # Without autocast the modules behind have the precision of the tokens, as their weights do.
+        return [pooled if torch.is_autocast_enabled(tokens.device.type) else pooled.to(tokens.dtype)]
 
     _pooling()._forward_flattened = flattened
 

@@ -66,6 +66,13 @@ def check_rules(run: Run) -> None:
             "Remove it; with a loss over embeddings the rows of a batch are sorted by length before they are cut into "
             "chunks."
         )
+    if config.streaming and given.get("max_steps", -1) < 0:
+        raise UsageError("a stream does not know how many rows it has, so an epoch has no end. Set max_steps.")
+    if given.get("save_full_model") is False and config.task == "embedding" and not config.use_lora:
+        raise UsageError(
+            "save_full_model=false has no effect: the run of an embedding model ends with the whole folder, which "
+            "others open. Remove it; checkpoints hold what trains alone."
+        )
     if given.get("max_steps") == 0:
         raise UsageError(
             "max_steps=0 is no number of updates, and Trainer would train num_train_epochs. Give 1 or more, or remove "

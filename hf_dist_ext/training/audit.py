@@ -133,7 +133,7 @@ class _Audit:
         if any(map(is_whole_at_times, model.parameters())):
             return None, "ZeRO-3 has split the model already: audit it before train()"
         if not (strategy.comes_with_model or any(map(is_split, model.parameters()))):
-            return self._copied(model) if self.is_first else None, ""
+            return self._copied(model)
         if not is_of_sentence_transformers(model):
             return None, (
                 f"no process has the whole {type(model).__name__}, and only models of sentence-transformers are put "
@@ -141,10 +141,16 @@ class _Audit:
             )
         return self._put_together(model), ""
 
-    def _copied(self, model: nn.Module) -> PlainStep:
+    def _copied(self, model: nn.Module) -> tuple[PlainStep | None, str]:
         card, dtype = getattr(model, "model_card_data", None), self.trainer.strategy.casts_to
-        copied = copy.deepcopy(model, {id(card): card})  # the card knows the trainer
-        return PlainStep(copied if dtype is None else copied.to(getattr(torch, dtype)), self.trainer.loss)
+        made, why = None, ""
+        try:
+            copied = copy.deepcopy(model, {id(card): card}) if self.is_first else None  # the card knows the trainer
+        except (RuntimeError, TypeError) as error:  # of the old torch.nn.utils.weight_norm, of what holds a lock
+            copied, why = None, f"the model can not be copied ({error})"
+        if copied is not None:
+            made = PlainStep(copied if dtype is None else copied.to(getattr(torch, dtype)), self.trainer.loss)
+        return made, collectives.told_by_first(why)
 
     def _put_together(self, model: nn.Module) -> PlainStep | None:
         strategy, names = self.trainer.strategy, trained(model, self.trainer.loss)
@@ -177,6 +183,9 @@ class _Audit:
         scored = self.repeated.scored[-1] if self.repeated.scored else None
         is_right, note = audit_rows.labels(scored, self.repeated.score, strategy.rows)
         self.add(LABELS, is_right, note=note)
+        if written := self.repeated.written_buffers():
+            note = f"the forward writes {few(written)}, once per chunk and pass: a moving average there moves as often"
+            self.add("buffers", None, note=note)
         self.check_equal_on_ranks()
         whole = self.gathered()
         self.check_what_trains(whole)

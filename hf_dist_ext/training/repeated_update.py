@@ -62,7 +62,7 @@ class RepeatedUpdate(TrainerCallback):
     def run(self, script: Iterator[None]) -> None:
         trainer, args, self._script = self.trainer, self.trainer.args, script
         before, state, made = RandomState(), trainer.state, (trainer.optimizer, trainer.lr_scheduler)
-        buffers = [(buffer, buffer.clone()) for buffer in self._buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in self._buffers().values()]
         rows = trainer._train_batch_size
         if self.num_rows is not None:
             rows = min(rows, max(1, self.num_rows // (trainer.strategy.rows.size * args.gradient_accumulation_steps)))
@@ -102,9 +102,14 @@ class RepeatedUpdate(TrainerCallback):
         trainer.step.sizes.may_pack, trainer.meter = may_pack, StepMeter(trainer)
         trainer.clock.read()
 
-    def _buffers(self) -> list[torch.Tensor]:
-        own = self.trainer.loss.buffers() if isinstance(self.trainer.loss, nn.Module) else ()
-        return [*self.trainer.bare_model.buffers(), *own]
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        own = self.trainer.loss.named_buffers("loss") if isinstance(self.trainer.loss, nn.Module) else ()
+        return {**dict(self.trainer.bare_model.named_buffers()), **dict(own)}
+
+    def written_buffers(self) -> list[str]:
+        """Those that the update has changed."""
+        before = zip(self._buffers().items(), self._buffers_before, strict=True)
+        return [name for (name, now), then in before if not torch.equal(now, then)]
 
     # ---- as Trainer calls them ----
 
@@ -115,9 +120,9 @@ class RepeatedUpdate(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.random is None:
-            self.random, self._buffers_before = RandomState(), [buffer.clone() for buffer in self._buffers()]
+            self.random, self._buffers_before = RandomState(), [one.clone() for one in self._buffers().values()]
         self.random.restore()
-        for buffer, before in zip(self._buffers(), self._buffers_before, strict=True):
+        for buffer, before in zip(self._buffers().values(), self._buffers_before, strict=True):
             buffer.data.copy_(before)
         self.loss, self.scored, self.refused, self.trainer.health.replay_error = self.loss * 0, [], None, None
 

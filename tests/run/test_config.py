@@ -133,6 +133,8 @@ def test_the_command_line_goes_over_the_file(load):
     [
         ({"shuffle_buffer_rows": 100}, ["shuffle_buffer_rows=100 has no effect without streaming"]),
         ({"shuffle_buffer_rows": 0, "streaming": True}, ["shuffle_buffer_rows=0", "at least 1"]),
+        ({"streaming": True}, ["Set max_steps"]),
+        ({"save_full_model": False}, ["save_full_model=false has no effect"]),
         ({"group_by_length": True}, ["gradient_cache_sort"]),
         ({"train_sampling_strategy": "group_by_length"}, ["a length that the rows of a run file do not have"]),
         ({"num_train_epoch": 8}, ["num_train_epoch", "my_run.json", "num_train_epochs"]),

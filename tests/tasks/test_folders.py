@@ -160,3 +160,13 @@ def test_static_embeddings_read_whole_texts(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(write_run(tmp_path, model_name_or_path=str(tmp_path / "model"), max_length=8))
     assert "max_length=8: static embeddings read whole texts" in capsys.readouterr().err
+
+
+def test_weights_in_half_precision_without_autocast_train_packed_with_a_projection_behind(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    config = {"model_config": model_config("bert"), "tokenizer_name": str(tmp_path / "tokenizer")}
+    for pooling in ("mean", "cls"):
+        out = str(tmp_path / pooling)
+        main(write_run(tmp_path, **config, output_dir=out, pooling=pooling, projection_dim=8, dtype="bfloat16"))
+        assert {value.dtype for value in loaded(Path(out)).state_dict().values()} == {torch.bfloat16}

@@ -218,6 +218,26 @@ def test_a_sound_run_is_right(tmp_path, dtype):
     assert [check.is_right for check in report.checks if check.name.startswith("loss along")] != [None, None]
 
 
+class Seen(Tiny):
+    """Keeps a moving average that its forward does not read, below a weight that is made of two at every forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.normed = nn.utils.weight_norm(nn.Linear(2, 2))
+
+    def forward(self, **features):
+        self.seen.lerp_(torch.ones(()), 0.1)
+        return super().forward(**features)
+
+
+def test_buffers_that_a_forward_writes_are_named_and_a_model_that_can_not_be_copied_has_no_plain_step(tmp_path):
+    report = trainer(tmp_path, Seen(), gradient_cache_chunk_size=3).audit()
+    notes = {check.name: check.note for check in report.checks}
+    assert report.is_right and "the forward writes seen, once per chunk and pass" in notes["buffers"]
+    assert any("the model can not be copied" in note for note in notes.values()), notes
+
+
 def sentence_trainer(folder, **more) -> DistTrainer:
     texts = [" ".join(["red", "green", "blue", "two"][(i * 7 + k) % 4] for k in range(2 + i % 5)) for i in range(24)]
     data = Dataset.from_dict({"anchor": texts, "positive": [f"{text} four" for text in texts]})
