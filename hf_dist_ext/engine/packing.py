@@ -6,10 +6,10 @@ A packed chunk is one sequence of all its rows' tokens. Beside the features the 
                     has positions of its own
     packed_rows     where every row begins (`RowBounds`)
 
-Three numbers per row say where its tokens are. From them every chunk makes the numbers of its own tokens, on the
+Four numbers per row say where its tokens are. From them every chunk makes the numbers of its own tokens, on the
 device: kept for the whole batch, these would take as much memory as the batch.
 
-Letters: R rows of a table, C of a column, T their real tokens, b rows of a chunk, t their real tokens.
+Letters: R rows of a table, T their real tokens, b rows of a chunk, t their real tokens.
 """
 
 from __future__ import annotations
@@ -90,24 +90,20 @@ class PackedTokens:
     def gather(self, places: Sequence[Places]) -> dict[str, torch.Tensor | RowBounds]:
         """What the model takes for the rows at these places of the chunks' order."""
         pieces: dict[str, list[torch.Tensor]] = defaultdict(list)
-        lengths = self.rows.lengths[self.order.laid[places[0][1] : places[-1][2]]]
-        of_columns = np.split(lengths, [last - places[0][1] for *_, last in places[:-1]])
-        offsets = [torch.zeros(1, dtype=torch.int64, device=self.order.device)]
-        for (column, rows), own in zip(self.order.runs(places), of_columns, strict=True):
-            count, (length, begin, first) = int(own.sum()), self._numbers[column][:, rows]
-            offsets.append(length.cumsum(0) + offsets[-1][-1:])
-            before = length.cumsum(0) - length
-            row = torch.repeat_interleave(length, output_size=count)
-            shifts = torch.stack([begin - before, first - before]).index_select(1, row)
-            given, in_row = shifts + torch.arange(count, device=self.order.device)
+        starts, (offsets, lengths, *_), shifts = self._numbers[0], self._on_device, self._on_device[2:]
+        for column, first, last in places:
+            row = torch.repeat_interleave(lengths[first:last], output_size=int(starts[last] - starts[first]))
+            token = torch.arange(starts[first], starts[last], dtype=torch.int32, device=self.order.device)
+            given, in_row = shifts[:, first:last].index_select(1, row) + token
             found = {key: values[column].index_select(0, given) for key, values in self._flat.items()}
-            # No view: what is compiled would be compiled once more for one.
-            for key, value in ({"position_ids": in_row.clone()} | found).items():
+            for key, value in ({"position_ids": in_row} | found).items():
                 pieces[key].append(value.to(self.values[key][column].dtype if key in self.values else torch.int64))
         gathered: dict[str, torch.Tensor | RowBounds] = {
             key: (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0) for key, parts in pieces.items()
         }
-        bounds = RowBounds(lengths.tolist(), torch.cat(offsets).int(), "position_ids" in self.values)
+        start, stop = places[0][1], places[-1][2] + 1
+        offsets = offsets[start:stop] - int(starts[start])
+        bounds = RowBounds(np.diff(starts[start:stop]).tolist(), offsets, "position_ids" in self.values)
         return gathered | {"packed_rows": bounds}
 
     @cached_property
@@ -123,19 +119,26 @@ class PackedTokens:
         }
 
     @cached_property
-    def _numbers(self) -> list[torch.Tensor]:
-        """Per column (3, C): tokens of its rows, and the number of the first among the column's, and in its row."""
-        found, begin = [], 0
+    def _numbers(self) -> np.ndarray:
+        """(4, R + 1) int32, in the chunks' order: real tokens before every row, and at last T; its own; and what makes
+        a token's number among the T one among the column's as they were given, and in its row."""
+        firsts, begins = self.rows.spans[:, 0], []
         for value in next(iter(self.values.values())):
             if isinstance(value, FlatRows):
-                offsets = value.places.offsets
-                found.append(torch.stack([offsets.diff(), offsets[:-1], value.places.first]))
+                begins.append(np.cumsum(value.places.lengths) - value.places.lengths)
             else:
-                first, end = moved(self.rows.spans[begin : begin + len(value)], self.order.device).T
-                row = torch.arange(len(value), device=self.order.device)
-                found.append(torch.stack([end - first, row * value.shape[1] + first, first]))
-            begin += value.shape[0]
-        return found
+                first = sum(map(len, begins))
+                begins.append(np.arange(len(value)) * value.shape[1] + firsts[first : first + len(value)])
+        laid = self.order.laid
+        numbers = np.zeros((4, len(laid) + 1), dtype=np.int32)
+        numbers[1:, :-1] = np.stack([self.rows.lengths, np.concatenate(begins), firsts])[:, laid]
+        numbers[0, 1:] = np.cumsum(numbers[1, :-1])
+        numbers[2:] -= numbers[0]
+        return numbers
+
+    @cached_property
+    def _on_device(self) -> torch.Tensor:
+        return moved(self._numbers, self.order.device)
 
 
 def can_be_packed(features: Mapping[str, RowLayout]) -> bool:
