@@ -135,6 +135,7 @@ def _read_column(
         column.patches = vision.patches or column.patches
         column.counts_positions_from_mask = vision.counts_positions_from_mask
     for key, value in images.without_counts(features, config).items():
+        layout: RowLayout | UnitLayout
         if vision is not None and key in vision.units:
             layout = vision.units[key]
         else:

@@ -827,8 +827,8 @@ class DistTrainer(Trainer):
         if prediction_loss_only or (len(embeddings) == 1 and metrics.is_of_pairs(self.compute_metrics)):
             return loss, None, None
         if len(embeddings) == 1:
-            (rows,) = embeddings.values()
-            return loss, as_prediction(rows), facts.targets.get("label", loss.new_zeros(len(rows)))
+            only: Any = next(iter(embeddings.values()))
+            return loss, as_prediction(only), facts.targets.get("label", loss.new_zeros(len(only)))
         anchor, positive, *_ = embeddings
         rows: Any = embeddings[anchor]
         labels = metrics.labels_of_rows(loss_of(self.loss, facts.source), facts, anchor, positive, rows)
