@@ -105,23 +105,12 @@ def warn_of_settings(now: Mapping[str, Any], saved: Mapping[str, Any] | None) ->
         logger.warning(f"the checkpoint was trained with another loss, from here the one given holds: {words}.")
 
 
-def add_loss_group(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], schedule: Any = None) -> None:
-    """Let the optimizer train the loss's parameters in groups of their own, without weight decay (a temperature has no
-    reason to shrink) or with that of a user's group. `schedule`: of the user, made for the groups that are there."""
-    optimizer, own = bare_optimizer(optimizer), {id(p) for p in parameters}
-    for group in [*optimizer.param_groups]:
-        of_loss = [p for p in group["params"] if id(p) in own]
-        if of_loss and len(of_loss) < len(group["params"]):
-            if schedule is not None:
-                raise UsageError(
-                    "optimizers: a group of the optimizer holds parameters of the model and of the loss, and the "
-                    "scheduler was made for it. Give the loss's parameters a group of their own."
-                )
-            group["params"] = [p for p in group["params"] if id(p) not in own]
-            optimizer.add_param_group({**group, "params": of_loss})
+def add_loss_group(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    """Let the optimizer train the loss's parameters, without weight decay (a temperature has no reason to shrink)."""
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if missing := [p for p in parameters if id(p) not in owned]:
-        optimizer.add_param_group({"params": missing, "weight_decay": 0.0})
+    missing = [p for p in parameters if id(p) not in owned]
+    if missing:
+        bare_optimizer(optimizer).add_param_group({"params": missing, "weight_decay": 0.0})
 
 
 @contextlib.contextmanager

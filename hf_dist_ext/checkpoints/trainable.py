@@ -63,19 +63,10 @@ def saved_tensors(model: nn.Module, saved: frozenset[str]) -> dict[str, torch.Te
     return dict(sorted(tensors.items()))
 
 
-def _parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The model's by name, and those that a user's optimizer has beside them, which have their number only."""
-    found = named(model.named_parameters())
-    known = {id(parameter) for parameter in found.values()}
-    of_optimizer = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    others = (parameter for parameter in of_optimizer if id(parameter) not in known)
-    return found | {f"of the optimizer.{number}": parameter for number, parameter in enumerate(others)}
-
-
 def optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """As the optimizer's own `state_dict`, with names for the positions of parameters."""
     optimizer = bare_optimizer(optimizer)
-    name_of = {id(parameter): name for name, parameter in _parameters(model, optimizer).items()}
+    name_of = {id(parameter): name for name, parameter in named(model.named_parameters()).items()}
     content, names = optimizer.state_dict(), {}
     for group, own in zip(content["param_groups"], optimizer.param_groups, strict=True):
         names |= zip(group["params"], of_group := [name_of[id(p)] for p in own["params"]], strict=True)
@@ -159,7 +150,8 @@ def _check_can_be_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], o
     local = [n for n, v in state.items() if n.rpartition("/")[0] in sharded and v.dim() and not is_split(v)]
     if local:
         raise UsageError(
-            f"optim={optim} keeps {local[0]!r} per process, which no checkpoint in shards can hold. Use adamw_torch."
+            f"optim={optim} keeps {local[0]!r} per process, which no checkpoint of frozen parts can "
+            "hold. Use adamw_torch."
         )
 
 
@@ -234,8 +226,7 @@ def load_optimizer(
     groups = content["param_groups"]
     if any(not isinstance(name, str) for group in groups for name in group["params"]):
         return False
-    optimizer = bare_optimizer(optimizer)
-    parameters = _parameters(model, optimizer)
+    optimizer, parameters = bare_optimizer(optimizer), named(model.named_parameters())
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     ours = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     theirs = [[name for name in group["params"] if name not in elsewhere] for group in groups]

@@ -365,7 +365,7 @@ class DistTrainer(Trainer):
         # Trainer makes the scheduler when the optimizer is prepared: the first moment at which a parameter that no
         # wrapper owns may join it (accelerate's FSDP2 refuses optimizers with foreign parameters).
         if self.loss is not None and self.optimizer is not None:
-            loss_state.add_loss_group(self.optimizer, self.loss_parameters(), self.lr_scheduler)
+            loss_state.add_loss_group(self.optimizer, self.loss_parameters())
         self.strategy.read_as(
             self.files.is_part,
             self.options.trust_checkpoint,

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_dist_ext.checkpoints import commit, hub, loss_state, manifest
@@ -28,7 +27,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import ROOT
 from tests.tiny_models import embedding_model
-from tests.training.test_trainer import Tiny, collate, trainer
+from tests.training.test_trainer import Tiny, collate
 
 
 def make(folder: Path, learnable: bool = True, **more) -> DistTrainer:
@@ -539,26 +538,3 @@ def test_adapters_go_on_from_a_checkpoint_of_an_engine_that_casts_the_base(tmp_p
     make_adapted(torch.float32).train(resume_from_checkpoint=str(first))
     with pytest.raises(UsageError, match="on a base in float32, which this run loads in bfloat16"):
         make_adapted(torch.bfloat16).train(resume_from_checkpoint=str(first))
-
-
-def test_what_an_optimizer_of_the_users_has_beside_the_model_is_saved_and_resumed(tmp_path):
-    extra = nn.Parameter(torch.ones(3))
-
-    def made(**more):
-        one = trainer(tmp_path, save_strategy="steps", save_steps=2, **more)
-        one.optimizer = torch.optim.AdamW([*one.model.parameters(), *one.loss.parameters(), extra])
-        extra.grad = torch.ones(3)
-        return one
-
-    whole = made(max_steps=4)
-    whole.train()
-    resumed = made(max_steps=4)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    states = [one.optimizer.state_dict()["state"] for one in (whole, resumed)]
-    assert len(states[0]) == len(states[1]) and all(
-        torch.equal(value, states[1][at][key]) for at, values in states[0].items() for key, value in values.items()
-    )
-    alone = made(max_steps=1)
-    alone.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(alone.optimizer)
-    with pytest.raises(UsageError, match="Give the loss's parameters a group of their own"):
-        alone.train()
