@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
+import json
 import os
 import re
 import shutil
@@ -158,32 +158,44 @@ def commit_model(folder: Path, names: Iterable[str], content: Mapping[str, Any])
 # ---- the model that a run ends with ----
 
 CONFIG = "config.json"
-OF_WEIGHTS = (CONFIG, "model*.safetensors*", "pytorch_model*", "adapter_*", "trainable.safetensors", "frozen.json")
+OF_WEIGHTS = re.compile(
+    r"(?:(?:pytorch_)?model(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)(?:\.index\.json)?"
+    r"|adapter_model\.(?:safetensors|bin)|(?:adapter_)?config\.json|trainable\.safetensors|frozen\.json|manifest\.json)"
+)
+EARLIER = 60  # seconds: no clock of a file system is coarser
 
 
 @contextlib.contextmanager
 def replacing_model(folder: Path, base: str | None, saves: bool = True) -> Iterator[None]:
     """Around a save into a folder that may hold another model: what tells of its weights, and is not written again,
     goes when the new one is whole. Adapters beside whole weights, or those beside new adapters, would be loaded.
-    `base`: the folder that the model's own base lies in, which stays as it is. `saves`: this rank writes."""
-    before = {} if not saves or base == str(folder.resolve()) else _of_weights(folder)
+    `base`: where the weights below the model's own come from, which stay as they are. `saves`: this rank writes."""
+    before = _of_weights(folder, base) if saves else {}
     yield
-    after = _of_weights(folder) if before else {}
-    left = [path for path, written in before.items() if after.get(path) == written]
+    left = [path for path, written in before.items() if path.exists() and path.stat().st_mtime_ns == written]
     of_models = {path.parent for path in left if path.name != CONFIG}
     if left := [path for path in left if path.parent in of_models]:  # a configuration alone may be anybody's
         for path in left:
-            path.unlink()
+            path.unlink(missing_ok=True)
         names = ", ".join(str(path.relative_to(folder)) for path in left)
         logger.warning(f"{folder} held another model. What was left of it is removed: {names}.")
 
 
-def _of_weights(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Files of weights, also of the modules of sentence-transformers -> what changes when one is written."""
+def _of_weights(folder: Path, base: str | None) -> dict[Path, int]:
+    """The files that say which weights the folder's model has, with those of the modules that it names; and their
+    times, which lie back from here on, so that no clock is too coarse to tell those that are written again."""
+    modules = []
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        modules = [one["path"] for one in json.loads((folder / "modules.json").read_text("utf-8"))]
     found = {}
-    for below in (folder, *folder.glob("[0-9]*_*")):
-        names = OF_WEIGHTS if below != folder else (*OF_WEIGHTS, manifest.MANIFEST)
-        for path in itertools.chain.from_iterable(map(below.glob, names)):
-            if path.is_file():
-                found[path] = (path.stat().st_ino, path.stat().st_mtime_ns)
+    for below in dict.fromkeys([folder, *(folder / module for module in modules)]):
+        is_base = base is not None and below.exists() and Path(base).exists() and below.samefile(base)
+        if is_base or below.is_symlink() or not below.resolve().is_relative_to(folder.resolve()):
+            continue
+        for path in below.glob("*.*"):
+            if OF_WEIGHTS.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+                with contextlib.suppress(OSError):
+                    state = path.stat()
+                    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns - EARLIER * 10**9))
+                    found[path] = path.stat().st_mtime_ns
     return found

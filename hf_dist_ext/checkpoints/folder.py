@@ -47,7 +47,7 @@ def missing_from_checkpoint(folder: Path) -> list[str]:
     is_there = {
         "weights": has(*weights),
         "trainer_state.json": has("trainer_state.json"),
-        "optimizer state": has("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*"),
+        "optimizer state": has("*optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*"),
         "scheduler.pt": has("scheduler.pt", "global_step*"),
         "rng_state": has("rng_state*.pth"),
     }

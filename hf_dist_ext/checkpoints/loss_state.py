@@ -1,7 +1,7 @@
 """What a checkpoint holds beside the model's weights and their optimizer state.
 
 What the loss's `state_dict` holds, and the optimizer state of its parameters, stand in files of their own,
-`loss.safetensors` and `loss_optimizer.pt`, in every mode: the other files know only parameters of the model.
+`loss.safetensors` and `loss_optimizer.pt`, in every mode: FSDP's optimizer format knows only parameters of the model.
 Where weights are in a form of their own, what describes the model stands beside them. The token of the hub never
 reaches a file.
 """

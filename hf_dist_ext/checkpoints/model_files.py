@@ -34,6 +34,7 @@ class ModelFiles:
     Attributes:
         frozen_digests: of the weights that checkpoints leave out; None when they hold all of them.
         dtype_of_base: what the base was loaded in. DeepSpeed casts it later.
+        base: the folder or hub id that the weights came from, or None.
     """
 
     def __init__(self, run: Any):
@@ -43,6 +44,7 @@ class ModelFiles:
         bare = run.bare_model
         base = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
         self.dtype_of_base = dtype_of_base(base)
+        self.base = base_model(bare)  # before somebody changes the working directory, where it is a relative path
         self._empty: Any = None  # of a model of sentence-transformers, before anything wraps it
         self._take_settings()
 
@@ -80,8 +82,7 @@ class ModelFiles:
     @property
     def is_by_name(self) -> bool:
         """The state of the optimizer."""
-        is_ours = self.is_ours and self.strategy.saves_by_name
-        return is_ours or self.is_part or self.strategy.comes_with_model
+        return self.is_part or self.strategy.saves_by_name
 
     @property
     def ends_complete(self) -> bool:
@@ -154,11 +155,9 @@ class ModelFiles:
         return True
 
     def save_optimizer(self, folder: Path, optimizer: Any, writer: Writer) -> bool:
-        strategy, model = self.strategy, self.run.model
+        strategy, model, keep = self.strategy, self.run.model, self.args.should_save
         if not self.is_by_name:
-            return False
-        if strategy.saves_own_format and not self.is_part:
-            strategy.save_own_format(model, folder, writer)
+            return self.is_ours and strategy.save_optimizer(model, optimizer, folder, keep, writer)
         if strategy.has_engine:
             strategy.save_engine(folder)
         else:
@@ -224,7 +223,7 @@ class ModelFiles:
 
     def replacing(self, folder: Path) -> AbstractContextManager:
         """Around such a save: nothing of another model stays in the folder. With Trainer's arguments it may."""
-        return commit.replacing_model(folder, base_model(self.run.bare_model), self.is_ours and self.args.should_save)
+        return commit.replacing_model(folder, self.base, self.is_ours and self.args.should_save)
 
     def save_at_end(self, folder: Path, save: Save, as_trainer: Save, facts: Callable[[], Mapping[str, Any]]) -> bool:
         """`as_trainer`: Trainer's `save_model`, without its push; `facts`: of the manifest."""
@@ -257,7 +256,7 @@ class ModelFiles:
         strategy, trusts = self.strategy, getattr(self.args, "trust_checkpoint", False)
         if self.is_part:
             trainable.load_weights(model, self._saved_here(), folder, trusts, strategy.elsewhere)
-        elif strategy.saves_own_format and not self.is_by_name:
+        elif strategy.reads_own_format and (strategy.holds_own_format(folder) or not self.is_ours):
             safe_reading.check(folder, trusts)
             return False
         else:
@@ -265,12 +264,14 @@ class ModelFiles:
         return True
 
     def load_optimizer(self, folder: Path, optimizer: Any) -> bool:
-        if not self.is_by_name:
+        is_empty = self.strategy.has_no_optimizer_state(folder)
+        converts = self.is_ours and self.strategy.converts(folder)
+        if not (self.is_by_name or is_empty or converts):
             return False
-        strategy = self.strategy  # DeepSpeed's engine has read all of it
-        return strategy.has_engine or trainable.load_optimizer(
-            self.run.model, optimizer, folder, self.args.trust_checkpoint, strategy.elsewhere
-        )
+        if not self.strategy.has_engine and not is_empty:  # DeepSpeed's engine has read all of it
+            elsewhere = self.strategy.elsewhere
+            trainable.load_optimizer(self.run.model, optimizer, folder, self.args.trust_checkpoint, elsewhere)
+        return True
 
 
 def _save_pretrained(model: PreTrainedModel, whole: dict[str, torch.Tensor], folder: Path) -> None:

@@ -1,13 +1,12 @@
-"""The optimizer's state of a checkpoint, and what trains in a run with frozen parts, with a fingerprint of the rest.
+"""Checkpoints of a run with frozen parts: what trains, its optimizer state, and a fingerprint of the rest.
 
-Everything lies under the parameter's name and not under its position or shard. So what DDP saved is resumed by FSDP,
-by one process, and back. A run with frozen parts saves the plan's parameters and the buffers of the modules that own
-them.
+A checkpoint holds the plan's parameters, the buffers of the modules that own them, and the optimizer's state, all by
+the parameter's name and not by its position or shard. So what DDP saved is resumed by FSDP, by one process, and back.
 
-Whole tensors are gathered one by one, and rank 0 writes them to `optimizer.pt`, which has torch's own form with names
-for positions, and `trainable.safetensors`. Sharded ones (FSDP2 with SHARDED_STATE_DICT) lie in `optimizer/` and
-`trainable/`, in torch's distributed format. When a checkpoint is read, every rank takes its part of what the files
-hold; names, shapes and groups must be those of the run.
+Whole tensors are gathered one by one, and rank 0 writes them to `trainable.safetensors` and `trainable_optimizer.pt`.
+Sharded ones (FSDP2 with SHARDED_STATE_DICT) lie in `trainable/` and `trainable_optimizer/`, in torch's distributed
+format. When a checkpoint is read, every rank takes its part of what the files hold; names, shapes and groups must be
+those of the run.
 
 The frozen weights are not saved: `frozen.json` has a fingerprint of each, taken before anything was wrapped or
 trained, and a checkpoint on top of other ones is refused. So it is with the base of adapters.
@@ -29,11 +28,14 @@ from hf_dist_ext.checkpoints import safe_reading
 from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.checkpoints.weights import differences, refuse, shapes
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies.base import OPTIMIZER, Strategy
+from hf_dist_ext.strategies.base import WHOLE, Strategy
 from hf_dist_ext.strategies.tensors import bare_optimizer, empty_like, is_split, put, whole
 
-WEIGHTS, SHARDED_WEIGHTS, SHARDED_OPTIMIZER = "trainable.safetensors", "trainable", "optimizer"
+WEIGHTS, OPTIMIZER = "trainable.safetensors", "trainable_optimizer.pt"
+SHARDED_WEIGHTS, SHARDED_OPTIMIZER = "trainable", "trainable_optimizer"
 FROZEN = "frozen.json"
+BY_POSITION = WHOLE[0]
+OF_SHAPE_OF_PARAMETER = ("/exp_avg", "/exp_avg_sq", "/momentum_buffer")
 WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 SAMPLE = 1024  # elements of a frozen tensor whose bytes are hashed, beside the sum over all of them
 
@@ -63,27 +65,16 @@ def saved_tensors(model: nn.Module, saved: frozenset[str]) -> dict[str, torch.Te
     return dict(sorted(tensors.items()))
 
 
-def optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """As the optimizer's own `state_dict`, with names for the positions of parameters."""
+def optimizer_state(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """(`name/key` -> state of the parameter `name`; the groups with names for parameters)."""
     optimizer = bare_optimizer(optimizer)
     name_of = {id(parameter): name for name, parameter in named(model.named_parameters()).items()}
-    content, names = optimizer.state_dict(), {}
-    for group, own in zip(content["param_groups"], optimizer.param_groups, strict=True):
-        names |= zip(group["params"], of_group := [name_of[id(p)] for p in own["params"]], strict=True)
-        group["params"] = of_group
-    return content | {"state": {names[at]: values for at, values in content["state"].items()}}
-
-
-def tensors_in(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Of an optimizer's state: `name/key` -> tensor, sorted."""
-    flat = {f"{name}/{key}": value for name, values in content["state"].items() for key, value in values.items()}
-    return {entry: flat[entry] for entry in sorted(flat) if isinstance(flat[entry], torch.Tensor)}
-
-
-def _put_in(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    for entry, tensor in tensors.items():
-        name, _, key = entry.rpartition("/")
-        content["state"].setdefault(name, {})[key] = tensor
+    state = {}
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            state[f"{name_of[id(parameter)]}/{key}"] = value
+    groups = [group | {"params": [name_of[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    return dict(sorted(state.items())), groups
 
 
 # ---- writing ----
@@ -121,26 +112,19 @@ def save_optimizer(
     writer: Writer,
     strategy: Strategy,
 ) -> None:
-    content, keep = optimizer_state(model, optimizer), args.should_save
-    tensors = tensors_in(content)
-    state = content["state"] = {
-        name: {key: value for key, value in values.items() if f"{name}/{key}" not in tensors}
-        for name, values in content["state"].items()
-    }
+    state, groups = optimizer_state(model, optimizer)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    content = {"groups": groups, "rest": {name: value for name, value in state.items() if name not in tensors}}
     if is_sharded:
         _check_can_be_sharded(model, tensors, args.optim)
         writer.shards(tensors, folder / SHARDED_OPTIMIZER)
     else:
-        whole_here = {} if strategy.is_cut else {name: one for name, one in tensors.items() if not is_split(one)}
-        parts = {name: one for name, one in tensors.items() if name not in whole_here}
-        said = strategy.said_by_parts((content["param_groups"], state))
-        content["param_groups"] = [
-            of_parts[0] | {"params": [name for group in of_parts for name in group["params"]]}
-            for of_parts in zip(*(groups for groups, _ in said), strict=True)
-        ]
-        content["state"] = {name: values for _, of_part in said for name, values in of_part.items()}
-        _put_in(content, whole_here | strategy.collected(parts, keep))
-    if keep:
+        content["state"] = strategy.collected(tensors, args.should_save)
+        parts = strategy.said_by_parts((content["groups"], content["rest"]))
+        of_parts = zip(*(groups for groups, _ in parts), strict=True)
+        content["groups"] = [g[0] | {"params": [name for of in g for name in of["params"]]} for g in of_parts]
+        content["rest"] = {name: value for _, rest in parts for name, value in rest.items()}
+    if args.should_save:
         writer.torch(content, folder / OPTIMIZER)
 
 
@@ -216,50 +200,75 @@ def load_on_base(
     load_weights(model, names, folder, trust, elsewhere)
 
 
+def _read_optimizer(folder: Path, ours: list[list[str]], own: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What `save_optimizer` wrote; or the same of a file with whole tensors by name (`optimizer.bin`), or by position
+    (`optimizer.pt`) in the groups of a trainer that has made them as this one has. `ours`: names of the groups; `own`:
+    name -> shape."""
+    path = next(path for name in (OPTIMIZER, *WHOLE) if (path := folder / name).is_file())
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if path.name == OPTIMIZER:
+        return content
+    state, groups = content["state"], content["param_groups"]
+    if path.name == BY_POSITION:
+        lengths = [[len(group["params"]) for group in groups], [len(names) for names in ours]]
+        if lengths[0] != lengths[1]:
+            raise UsageError(
+                f"{folder} holds an optimizer with groups of {lengths[0]} parameters, this run's are of {lengths[1]}: "
+                "which state is whose can not be told. Resume it with the arguments it was saved with."
+            )
+        positions = [at for group in groups for at in group["params"]]
+        names = dict(zip(positions, [name for of in ours for name in of], strict=True))
+        state = {names[at]: values for at, values in state.items()}
+        groups = [group | {"params": of} for group, of in zip(groups, ours, strict=True)]
+    flat = {f"{name}/{key}": value for name, values in state.items() for key, value in values.items()}
+    tensors = {entry: value for entry, value in flat.items() if isinstance(value, torch.Tensor)}
+    alike = {entry: tuple(value.shape) for entry, value in tensors.items() if entry.endswith(OF_SHAPE_OF_PARAMETER)}
+    wrong = [entry for entry, shape in alike.items() if own.get(entry.rpartition("/")[0], shape) != shape]
+    refuse(folder, "optimizer states", {"of another shape": wrong})
+    return {"groups": groups, "state": tensors, "rest": {k: v for k, v in flat.items() if k not in tensors}}
+
+
 def load_optimizer(
     model: nn.Module, optimizer: Any, folder: Path, trust: bool = False, elsewhere: frozenset[str] = frozenset()
-) -> bool:
-    """`elsewhere`: names of parameters that other ranks read. False: the stock Trainer wrote it, by positions."""
-    if not (folder / OPTIMIZER).is_file():
-        return False
-    content = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
-    groups = content["param_groups"]
-    if any(not isinstance(name, str) for group in groups for name in group["params"]):
-        return False
-    optimizer, parameters = bare_optimizer(optimizer), named(model.named_parameters())
+) -> None:
+    """`elsewhere`: names of parameters that other ranks read."""
+    optimizer = bare_optimizer(optimizer)
+    parameters = named(model.named_parameters())
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     ours = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    theirs = [[name for name in group["params"] if name not in elsewhere] for group in groups]
-    mine, saved = ([name for names in of for name in names] for of in (ours, theirs))
+    content = _read_optimizer(folder, ours, shapes(parameters))
+    theirs = [[name for name in group["params"] if name not in elsewhere] for group in content["groups"]]
+    flat = [name for names in ours for name in names], [name for names in theirs for name in names]
     refuse(
         folder,
         "optimizer states",
         {
-            "missing": [name for name in mine if name not in saved],
-            "surplus": [name for name in saved if name not in mine],
-            "in other groups": [n for own, other in zip(ours, theirs, strict=False) for n in set(own) ^ set(other)],
+            "missing": [name for name in flat[0] if name not in flat[1]],
+            "surplus": [name for name in flat[1] if name not in flat[0]],
+            "in other groups": [n for mine, saved in zip(ours, theirs, strict=False) for n in set(mine) ^ set(saved)],
         },
     )
-    content["state"] = {name: values for name, values in content["state"].items() if name in parameters}
-    if (folder / SHARDED_OPTIMIZER).is_dir():
-        tensors = {
+    if "state" not in content:
+        content["state"] = {
             entry: empty_like(parameters[entry.rpartition("/")[0]], one.size, one.properties.dtype)
             for entry, one in safe_reading.read_entries(folder / SHARDED_OPTIMIZER, trust).items()
         }
-        safe_reading.load(tensors, folder / SHARDED_OPTIMIZER, trust)
-    else:
-        whole_ones = tensors_in(content)
-        tensors = {
-            entry: empty_like(parameters[entry.rpartition("/")[0]], one.shape, one.dtype)
-            for entry, one in whole_ones.items()
-        }
-        for entry, one in whole_ones.items():
-            put(tensors[entry], one)
-    _put_in(content, tensors)
-    # torch's own load_state_dict knows which values follow a parameter's device and dtype
-    content["param_groups"] = [group | {"params": own} for group, own in zip(groups, ours, strict=True)]
-    optimizer.load_state_dict(content)
-    return True
+        safe_reading.load(content["state"], folder / SHARDED_OPTIMIZER, trust)
+    # torch's own form, with positions: its load_state_dict knows which values follow a parameter's device and dtype
+    position = {name: i for i, name in enumerate(flat[0])}
+    by_position: dict[int, dict[str, Any]] = {}
+    for entry, value in (content["rest"] | content["state"]).items():
+        name, _, key = entry.rpartition("/")
+        if name not in position:  # another rank reads it
+            continue
+        if isinstance(value, torch.Tensor) and not is_split(value):
+            whole_value, value = value, empty_like(parameters[name], value.shape, value.dtype)
+            put(value, whole_value)
+        by_position.setdefault(position[name], {})[key] = value
+    groups = [
+        group | {"params": [position[n] for n in mine]} for group, mine in zip(content["groups"], ours, strict=True)
+    ]
+    optimizer.load_state_dict({"state": by_position, "param_groups": groups})
 
 
 # ---- the frozen weights ----

@@ -25,9 +25,8 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.adapters import adapters_of
 from hf_dist_ext.models.backbones import shortened
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
-from hf_dist_ext.strategies import adapters
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.strategies.tensors import put
+from hf_dist_ext.strategies.tensors import put, whole
 
 SHARDED_BY_FSDP = "pytorch_model_fsdp_0"  # what accelerate calls it
 
@@ -38,15 +37,15 @@ def load(model: nn.Module, folder: Path, trust: bool, strategy: Strategy) -> boo
     safe_reading.check(folder, trust)
     is_own_folder = is_of_sentence_transformers(model) and (folder / "modules.json").is_file()
     if adapters_of(model) and not is_own_folder:
-        if strategy.splits_adapters and adapters.load(model, folder):
+        if strategy.load_adapters(folder):
             return True
         if list(folder.glob("**/adapter_model.*")):
             return False
     if (folder / SHARDED_BY_FSDP).is_dir():
-        own = adapters.held_here(model) if hasattr(model, "get_base_model") else model.state_dict()
-        safe_reading.load({"model": own}, folder / SHARDED_BY_FSDP, trust)
-        return True
-    if is_own_folder:
+        state = {"model": {name: value.clone() for name, value in model.state_dict().items()}}
+        safe_reading.load(state, folder / SHARDED_BY_FSDP, trust)
+        weights = state["model"]
+    elif is_own_folder:
         weights = sentence_model.state_dict_of(model, folder, strategy.read_backbone)
     elif strategy.split:  # every rank reads its own part
         weights = _read(model, folder, strategy)
@@ -87,7 +86,8 @@ def take(model: nn.Module, weights: Mapping[str, torch.Tensor], source: str | Pa
     others = {name: own[name] for name in own if id(own[name]) in given or name in not_saved}
     refuse(source, "weights", differences(shapes(own), shapes(others | weights)))
     for name, content in weights.items():
-        put(own[name], content)
+        with whole(content) as tensor:
+            put(own[name], tensor)
 
 
 def shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:

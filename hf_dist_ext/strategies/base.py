@@ -23,8 +23,6 @@ from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.strategies.tensors import gathered
 
-OPTIMIZER = "optimizer.pt"
-
 
 class Strategy:
     """One process.
@@ -53,12 +51,11 @@ class Strategy:
     fixed_accumulation = ""  # why accumulation can not change after the start
     # What a checkpoint is made of.
     split = ""  # how the layers themselves are split, in words: the optimizer's groups follow it
-    saves_by_name = True  # the optimizer's state
+    saves_by_name = False  # the optimizer's state, since Trainer can not write it
     saves_shards = False  # weights and optimizer state go into a distributed format
-    saves_own_format = False  # of weights, which Trainer knows how to load
-    splits_adapters = False  # every rank reads its part of a folder of adapters; else peft reads it
+    reads_own_format = False  # of weights, which Trainer knows how to load
     has_engine = False  # that writes and reads weights and optimizer state by itself
-    optimizer_file = OPTIMIZER  # in which Trainer looks for the optimizer's state
+    optimizer_file = "optimizer.pt"  # in which Trainer looks for the optimizer's state
 
     def __init__(self) -> None:
         self.accelerator: Any = None
@@ -289,12 +286,35 @@ class Strategy:
         """What `kind.from_pretrained` gives: of a model whose layers are split, this rank's part of them."""
         return kind.from_pretrained(folder, **options)
 
+    def load_adapters(self, folder: Path) -> bool:
+        """Every rank reads its part of a folder of adapters; False: peft reads it, or it holds none."""
+        return False
+
+    def holds_own_format(self, folder: Path) -> bool:
+        """With `reads_own_format`: whether a checkpoint's weights are in it."""
+        return True
+
     def save_engine(self, folder: Path) -> None:
         """With `has_engine`: its state in a run with frozen parts. Every rank calls it."""
         raise NotImplementedError
 
-    def save_own_format(self, model: nn.Module, folder: Path, writer: Any) -> None:
-        """With `saves_own_format`: the weights, through `writer` (checkpoints). Every rank calls it."""
+    def save_optimizer(self, model: nn.Module, optimizer: Any, folder: Path, keep: bool, writer: Any) -> bool:
+        """The optimizer's state, and weights in a format of the strategy's own, through `writer` (checkpoints). Every
+        rank calls it, those that `keep` write whole tensors. False: Trainer does it."""
+        if keep:
+            writer.torch(optimizer.state_dict(), folder / "optimizer.pt")
+        return True
+
+    def has_no_optimizer_state(self, folder: str | Path) -> bool:
+        """Whether a checkpoint holds an optimizer that reading would fail at."""
+        return False
+
+    def converts(self, folder: Path) -> bool:
+        """Whether a checkpoint's weights and optimizer state are whole tensors in the files of another strategy, which
+        can be read by name, or by order, as one trainer makes the same groups everywhere. Not adapters."""
+        is_foreign = any(name != self.optimizer_file and (folder / name).is_file() for name in WHOLE)
+        others = ("pytorch_model_fsdp*", "adapter_model*")
+        return is_foreign and not self.has_engine and not any(any(folder.glob(name)) for name in others)
 
     def save(self, model: nn.Module, folder: Path, args: Any, writer: Any) -> None:
         """What a checkpoint needs beside weights and optimizer; `model` in its wrapper. Every rank calls it."""
@@ -311,13 +331,23 @@ class Strategy:
                 f"{folder} was saved {_under(before)}, this run is {_under(now)}: the optimizer's groups are others. "
                 "With resume_weights_only its weights are taken and everything else starts anew."
             )
-        known = {self.optimizer_file} if self.has_engine or not content else {self.optimizer_file, OPTIMIZER}
-        if not any(any(folder.glob(name)) for name in known):
-            raise UsageError(
-                f"{folder} was written by {content.get('sharding') or 'the stock Trainer'}, and a run of {self.name} "
-                "can not read its optimizer's state. Resume it as it was written, or set resume_weights_only=true: it "
-                "takes the weights, and everything else starts anew."
-            )
+        for name, wrote in () if self.converts(folder) else WRITERS.items():
+            if name != self.optimizer_file and any(folder.glob(name)):
+                raise UsageError(
+                    f"{folder} was written {wrote}, and only such a run reads its optimizer's state. Resume it as it "
+                    "was written, or set resume_weights_only=true: it takes the weights, and everything else starts "
+                    "anew."
+                )
+
+
+WHOLE = ("optimizer.pt", "optimizer.bin")  # of whole tensors: by position, and by name
+# The file of an optimizer's state that is not kept by name -> who writes it. Trainer looks for its own alone.
+WRITERS = {
+    "optimizer.pt": "by one process or under DDP",
+    "optimizer.bin": "under FSDP with FULL_STATE_DICT",
+    "optimizer_0": "under FSDP with SHARDED_STATE_DICT",
+    "global_step*": "under DeepSpeed",
+}
 
 
 def _under(split: str) -> str:

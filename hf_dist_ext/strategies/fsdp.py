@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from transformers.utils import logging
 
 from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import adapters, collectives
+from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.fsdp_options import FROZEN_PARTS
 from hf_dist_ext.strategies.layers import is_multiplied, repeated_layer_classes
 from hf_dist_ext.strategies.sharded import Sharded
@@ -36,7 +36,7 @@ REPLICATED_BYTES_ON_CPU = 4 * 2**30
 class FSDP(Sharded):
     """FSDP1 passes through where nothing of ours trains."""
 
-    saves_own_format = splits_adapters = True
+    reads_own_format = True
 
     @classmethod
     def runs(cls, accelerator: Any) -> bool:
@@ -61,10 +61,6 @@ class FSDP(Sharded):
     @property
     def saves_shards(self) -> bool:
         return "SHARDED" in str(self.plugin.state_dict_type)
-
-    @property
-    def saves_by_name(self) -> bool:
-        return self.plugin.fsdp_version == 2
 
     @property
     def loads_alone(self) -> bool:
@@ -137,12 +133,46 @@ class FSDP(Sharded):
         if has_loss:
             set_precision_of_parameters(model)
 
-    def save_own_format(self, model: nn.Module, folder: Path, writer: Any) -> None:
-        """Shards in the files of accelerate 1.15 (fsdp_utils.py, save_fsdp_model). Whole weights are in the checkpoint
-        already, as `save_pretrained` writes them."""
-        if self.saves_shards:
-            of_model = adapters.held_here if hasattr(model, "get_base_model") else get_model_state_dict
-            writer.shards({"model": of_model(model)}, folder / "pytorch_model_fsdp_0")
+    def save_optimizer(self, model: nn.Module, optimizer: Any, folder: Path, keep: bool, writer: Any) -> bool:
+        """In the files of accelerate 1.15 (fsdp_utils.py, save_fsdp_model and save_fsdp_optimizer), which reads them.
+        FSDP1 is left to it. Whole weights are in the checkpoint already, as `save_pretrained` writes them."""
+        if self.plugin.fsdp_version != 2:
+            return False
+        options = StateDictOptions(full_state_dict=not self.saves_shards, cpu_offload=True)
+
+        def save(name: str, kind: str, state: dict[str, Any]) -> None:
+            if self.saves_shards:
+                writer.shards({kind: state}, folder / f"{name}_0")
+            elif self.accelerator.is_main_process:
+                writer.torch(state, folder / f"{name}.bin")
+
+        if self.saves_shards or hasattr(model, "get_base_model"):
+            save("pytorch_model_fsdp", "model", _weights(model, options))
+        save("optimizer", "optimizer", get_optimizer_state_dict(model, optimizer, options=options))
+        return True
+
+    def converts(self, folder: Path) -> bool:
+        return getattr(self.plugin, "fsdp_version", 1) == 2 and super().converts(folder)
+
+    def holds_own_format(self, folder: Path) -> bool:
+        return self.plugin.fsdp_version != 2 or any(folder.glob("pytorch_model_fsdp*"))
+
+    def has_no_optimizer_state(self, folder: str | Path) -> bool:
+        """Plain SGD has none: torch 2.13 fails to load it ("Expected device to be set" in
+        torch/distributed/checkpoint/state_dict.py). Remove when torch loads it."""
+        file = Path(folder, "optimizer.bin")
+        return file.is_file() and not torch.load(file, map_location="cpu", weights_only=True, mmap=True)["state"]
+
+
+def _weights(model: nn.Module, options: StateDictOptions) -> dict[str, Any]:
+    """Of a model with adapters these alone."""
+    if not hasattr(model, "get_base_model"):
+        return get_model_state_dict(model, options=options)
+    if options.full_state_dict:
+        return get_model_state_dict(model, options=replace(options, ignore_frozen_params=True))
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model, adapter_name=model.active_adapter)
 
 
 def check_names(plugin: Any) -> None:

@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import collectives, splitting
+from hf_dist_ext.strategies import adapters, collectives, splitting
 from hf_dist_ext.strategies.base import meanwhile
 from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.strategies.sharded import Sharded
@@ -44,7 +44,7 @@ class TensorParallel(Sharded):
         partial: modules whose parameters (R) have gradients of this rank's heads only.
     """
 
-    comes_with_model = syncs_replicated = splits_adapters = True
+    comes_with_model = saves_by_name = syncs_replicated = True
 
     def __init__(self, model: nn.Module | None):
         """`model` None: one is still to be made."""
@@ -145,6 +145,9 @@ class TensorParallel(Sharded):
 
     def read_backbone(self, kind: Any, folder: str | Path, **options: Any) -> Any:
         return kind.from_pretrained(folder, distributed_config=self.config, **options)
+
+    def load_adapters(self, folder: Path) -> bool:
+        return adapters.load(self.whole, folder)
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:

@@ -92,16 +92,9 @@ def gathered(tensors: Mapping[str, torch.Tensor], keep: bool) -> Iterator[tuple[
             yield name, copy
 
 
-def _is_split_as(one: DTensor, other: torch.Tensor) -> bool:
-    is_split_too = isinstance(other, DTensor) and one.device_mesh == other.device_mesh
-    return is_split_too and one.placements == other.placements
-
-
 def put(tensor: torch.Tensor, content: torch.Tensor) -> None:
-    """Copy a whole tensor, or this rank's part of it; or one that is split, which every rank gives."""
+    """Copy a whole tensor, or this rank's part of it; or one that is split in the same way."""
     tensor = tensor.detach()
-    if isinstance(content, DTensor) and not _is_split_as(content, tensor):
-        content = content.full_tensor()
     if isinstance(tensor, DTensor) and not isinstance(content, DTensor):
         # no rank sends: all of them read the same file
         content = content.to(tensor.device, tensor.dtype)

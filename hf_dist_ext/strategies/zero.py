@@ -33,7 +33,7 @@ from hf_dist_ext.strategies.tensors import bare_optimizer, num_elements
 class ZeRO(Strategy):
     """DeepSpeed's engine, all stages."""
 
-    can_redo = holds_gradients = adds_up_in_grad = saves_by_name = False
+    can_redo = holds_gradients = adds_up_in_grad = False
     keeps_float32 = has_engine = True
     optimizer_file = "global_step*"
     pads_rows = "it was not compared with padded rows under DeepSpeed"
@@ -235,6 +235,9 @@ class ZeRO(Strategy):
         if self.accelerator.deepspeed_engine_wrapped is not None:
             zero_checkpoint.attach(self.engine, is_part, trusts, around)
 
+    def save_optimizer(self, *arguments: Any) -> bool:
+        return False
+
     def whole_weights(self, model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
         """Of the engine, which alone can gather them; before there is one the model is whole."""
         if self.accelerator.deepspeed_engine_wrapped is None:
@@ -251,6 +254,11 @@ class ZeRO(Strategy):
             raise UsageError(
                 f"{folder} is of {before} processes, this run of {world_size}: ZeRO's parts fit the number they were "
                 "made for. resume_weights_only=true takes the weights."
+            )
+        if content.get("sharding", "deepspeed") != "deepspeed" or not list(folder.glob("global_step*")):
+            raise UsageError(
+                f"{folder} was not written under DeepSpeed, which can not continue it. resume_weights_only=true takes "
+                "its weights."
             )
         super().check_resumable(folder, content, world_size)
 

@@ -101,7 +101,8 @@ def keep_effective_batch(args: Any, content: Mapping[str, Any], now_parallel: in
 
 def _keep_effective_batch(args: Any, content: Mapping[str, Any], now_parallel: int, why_fixed: str) -> None:
     parallel, given = content["data_parallel_size"], args.gradient_accumulation_steps
-    used, given_before = content["gradient_accumulation_steps"], content["given_accumulation_steps"]
+    used = content["gradient_accumulation_steps"]
+    given_before = content.get("given_accumulation_steps", used)
     is_chosen = given != given_before
     if parallel == now_parallel and (is_chosen or used == given_before):
         return

@@ -77,8 +77,8 @@ def settings(args: Any, collator: Any, model: nn.Module) -> dict[str, Any]:
 
     given = args.to_dict()
     found = {name: given[name] for name in OF_A_STEP if name in given}
-    for name in ("columns", "prompts", "max_length"):
-        found[name] = getattr(collator, name, None)
+    for name in ("columns", "prompts", "max_length"):  # a collator of the user's may mean something else by them
+        found[name] = getattr(collator, name, None) if type(collator).__module__.startswith("hf_dist_ext.") else None
     config = getattr(getattr(model, "transformers_model", None) or model, "config", None)
     if hasattr(config, "to_dict"):
         found |= {name: value for name, value in config.to_dict().items() if OF_A_FUNCTION.search(name)}
@@ -91,7 +91,7 @@ def settings(args: Any, collator: Any, model: nn.Module) -> dict[str, Any]:
         start = "" if adapter == "default" else f"{adapter}."
         found |= {f"{start}{name}": getattr(options, name, None) for name in OF_ADAPTERS}
     of_all: dict[str, Any] = {}
-    for of_one in consensus.together(lambda: json.loads(json.dumps(found, default=str))):
+    for of_one in consensus.together(lambda: json.loads(json.dumps(_comparable(found)))):
         of_all |= of_one  # one rank of a pipeline has the pooling
     return of_all
 

@@ -192,7 +192,7 @@ class Read(TrainerCallback):
         own = adapters.held_here(model.transformers_model) if is_adapter else trained
         own = {name: value for name, value in gathered(own, keep=True) if name in self.whole or not is_adapter}
         self.found["weights"] = all_ranks(len(own) > 4 and all(torch.equal(p, self.whole[n]) for n, p in own.items()))
-        self.found["moments"] = all_ranks(all(torch.equal(m, saved[n]["exp_avg_sq"]) for n, m in moments.items()))
+        self.found["moments"] = all_ranks(all(torch.equal(m, saved[f"{n}/exp_avg_sq"]) for n, m in moments.items()))
         self.found["moved"] = all_ranks(len(moments) > 4 and all(moment.norm() > 0 for moment in moments.values()))
 
 

@@ -153,7 +153,7 @@ def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(layout, pa
     run = found(layout, *parts)[kind]
     assert run["moved"] > 1e-2
     assert run["equal"] and run["losses_equal"] and run["committed"] == ""
-    assert {"optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"} <= set(run["files"])
+    assert {"trainable_optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"} <= set(run["files"])
     if layout == "PP 2":
         assert run["sizes"] == [1, 1, 2]
 

@@ -254,7 +254,7 @@ def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(layout, ki
     assert run["equal"] and run["losses_equal"]
     assert run["committed"] == ""
     last = f"rng_state_{PRESETS[layout][1] - 1}.pth"
-    assert {"optimizer.pt", "scheduler.pt", "loss.safetensors", last} <= set(run["files"])
+    assert {"trainable_optimizer.pt", "scheduler.pt", "loss.safetensors", last} <= set(run["files"])
 
 
 @in_layouts("layout, kind", *KINDS)

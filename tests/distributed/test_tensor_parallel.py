@@ -33,7 +33,7 @@ def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(groups, ki
     assert run["moved"] > 1e-2
     assert run["equal"] and run["losses_equal"]
     assert run["committed"] == ""
-    assert {"optimizer.pt", "scheduler.pt", "loss.safetensors", "rng_state_1.pth"} <= set(run["files"])
+    assert {"trainable_optimizer.pt", "scheduler.pt", "loss.safetensors", "rng_state_1.pth"} <= set(run["files"])
 
 
 @pytest.mark.parametrize("groups", GROUPS)

@@ -104,16 +104,28 @@ def test_a_folder_that_another_run_ended_in_holds_the_new_model_alone(run_file, 
 
 
 def test_what_a_folder_holds_of_an_earlier_model_goes_when_the_new_one_is_whole(tmp_path):
-    for name in ("config.json", "adapter_config.json", "model.safetensors", "notes.txt"):
-        (tmp_path / name).write_text("old")
-    with pytest.raises(OSError), commit.replacing_model(tmp_path, None):
+    (folder := tmp_path / "out").mkdir()
+    (folder / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "2_Dense"}, {"path": "../base"}]))
+    told = ["config.json", "adapter_config.json", "model.safetensors", "2_Dense/model.safetensors"]
+    of_others = [
+        "notes.txt", "model_best.safetensors", "adapter_notes.md", "20261124_base/model.safetensors",
+        "1_mine/adapter_config.json", "../base/model.safetensors",
+    ]  # fmt: skip
+    for name in told + of_others:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("old")
+    with pytest.raises(OSError), commit.replacing_model(folder, None):
         raise OSError
-    with commit.replacing_model(tmp_path, str(tmp_path)):
+    with commit.replacing_model(folder / ".." / "out", str(folder)):
         pass  # the base of the new adapters lies there
-    assert len(list(tmp_path.iterdir())) == 4
-    with commit.replacing_model(tmp_path, None):
-        (tmp_path / "model.safetensors").write_text("new")
-    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "notes.txt"}
+    assert not [name for name in told[:-1] + of_others if not (folder / name).is_file()]
+    (folder / "2_Dense" / "model.safetensors").write_text("old")
+    with commit.replacing_model(folder, None):
+        time = os.stat(folder / "model.safetensors").st_mtime_ns
+        (folder / "model.safetensors").write_text("new")
+        os.utime(folder / "model.safetensors", ns=(time, time + 10**9))  # by a clock of whole seconds
+    left = [name for name in told + of_others if (folder / name).exists()]
+    assert left == ["model.safetensors", *of_others]
 
 
 def test_a_resume_says_what_a_step_computes_otherwise_and_refuses_another_scale_of_adapters(

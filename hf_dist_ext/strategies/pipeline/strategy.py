@@ -30,7 +30,7 @@ from hf_dist_ext import policy
 from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import Embeddings, PhaseContext
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import collectives, mesh, plans, splitting
+from hf_dist_ext.strategies import adapters, collectives, mesh, plans, splitting
 from hf_dist_ext.strategies.base import Strategy, meanwhile
 from hf_dist_ext.strategies.mesh import COPIES, PARTS, STAGES
 from hf_dist_ext.strategies.pipeline import sharded_stages, stages
@@ -70,7 +70,7 @@ class Pipeline(Strategy):
         line: this rank's pipeline, once there is an accelerator.
     """
 
-    comes_with_model = is_cut = syncs_replicated = True
+    comes_with_model = is_cut = saves_by_name = syncs_replicated = True
     pads_rows = "the stages of a pipeline send each other rows of one width"
     can_redo = False
     cut_kind, staged = stages.StagedModel, staticmethod(stages.staged)
@@ -286,9 +286,9 @@ class Pipeline(Strategy):
     def saving_whole(self, model: nn.Module) -> AbstractContextManager:
         return self.cut.saving()
 
-    @property
-    def splits_adapters(self) -> bool:
-        return self.sharded is not None or self.shape.parts > 1
+    def load_adapters(self, folder: Path) -> bool:
+        """Adapters are peft's to read, unless they are sharded."""
+        return (self.sharded is not None or self.shape.parts > 1) and adapters.load(self.whole, folder)
 
     def read_backbone(self, kind: Any, folder: str | Path, **options: Any) -> Any:
         return self._in_stages(kind).from_pretrained(folder, **options)
