@@ -51,9 +51,9 @@ def test_a_run_is_explained_with_its_overrides(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("fields, words", [
-    ({"accelerate_config": "multi_gpu_tp", "num_processes": 4, "streaming": True, "data_seed": 7},
+    ({"accelerate_config": "multi_gpu_tp", "num_processes": 4, "streaming": True, "max_steps": 5, "data_seed": 7},
      ["= 8 x 2 devices x 1", "a stream, shuffled with seed 7"]),
-    ({"streaming": True, "train_sampling_strategy": "sequential"}, ["a stream, as its files have it"]),
+    ({"streaming": True, "max_steps": 5, "train_sampling_strategy": "sequential"}, ["a stream, as its files have it"]),
     ({"trainable_modules": ["projection"], "no_duplicates_in_batch": False, "gradient_cache_chunk_tokens": 64},
      ["trains: only projection", "random, seed 42\n", "chunks of 64 tokens"]),
     ({"lr_scale_rule": "sqrt", "lr_base_batch_size": 2, "learning_rate": 1e-5},

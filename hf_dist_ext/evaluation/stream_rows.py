@@ -11,7 +11,6 @@ fill it up where several processes need as many. What Trainer gathers of such a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -41,21 +40,15 @@ def _collate(collator: Callable, first: int, everyones: int, numbered: list[tupl
     return {**collator(list(rows)), COUNT: count}
 
 
-@contextmanager
-def counted(run: Any) -> Iterator[None]:
-    """Meanwhile a `DistTrainer` makes loaders for an evaluation; batches of a stream say how many of their rows count.
+def loader(run: Any, make: Callable, dataset: Any, *, is_training: bool = False, **options: Any) -> Any:
+    """Of a `DistTrainer`, by Trainer's own `make`: batches of an evaluated stream say how many of their rows count.
     Without a loss they are Trainer's."""
-    make, size, rows = run._get_dataloader, run.args.eval_batch_size, run.strategy.rows
-
-    def of_numbered(dataset: Any, **options: Any) -> Any:
-        if run.loss is None or hasattr(dataset, "__len__"):
-            return make(dataset=dataset, **options)
-        collate = partial(_collate, run.data_collator, rows.index * size, rows.size * size)
-        with meanwhile(run, data_collator=collate):
-            return make(dataset=_Numbered(dataset), **options)
-
-    with meanwhile(run, _get_dataloader=of_numbered):
-        yield
+    if is_training or run.loss is None or hasattr(dataset, "__len__"):
+        return make(dataset=dataset, is_training=is_training, **options)
+    size, rows = run.args.eval_batch_size, run.strategy.rows
+    collate = partial(_collate, run.data_collator, rows.index * size, rows.size * size)
+    with meanwhile(run, data_collator=collate):
+        return make(dataset=_Numbered(dataset), **options)
 
 
 def gathered_of(run: Any, batch: dict[str, Any]) -> Callable:  # (3)

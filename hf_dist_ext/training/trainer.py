@@ -167,6 +167,8 @@ class DistTrainer(Trainer):
 
     def _make_parts(self) -> None:
         args, loss = self.args, self.loss
+        # Trainer makes the loaders of `evaluate` and `predict` with it.
+        vars(self)["_get_dataloader"] = partial(stream_rows.loader, self, self._get_dataloader)
         self.data_position = DataPosition(self, collectives.exchange)
         self.keeper = Keeper(args, loss, lease.check)
         fitting = FittingSizes(args, loss) if loss is not None and args.uses_gradient_cache else None
@@ -787,12 +789,8 @@ class DistTrainer(Trainer):
         # With dataloader_persistent_workers Trainer 5.23 keeps the loader of a dataset that it is given, and takes it
         # for that of the next one. Loaders of its own are kept.
         is_own = eval_dataset is None or isinstance(eval_dataset, str) or eval_dataset is self.eval_dataset
-        with stream_rows.counted(self), nullcontext() if is_own else meanwhile(self, _eval_dataloaders={}):
+        with nullcontext() if is_own else meanwhile(self, _eval_dataloaders={}):
             return super().get_eval_dataloader(cast(Any, eval_dataset))
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        with stream_rows.counted(self):
-            return super().get_test_dataloader(test_dataset)
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> EvalLoopOutput:
         output = super().evaluation_loop(*arguments, **options)

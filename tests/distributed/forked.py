@@ -136,7 +136,8 @@ class Run:
         reader.start()  # a process that dies is seen while another one waits for it and says nothing
         is_well = self.wait()
         reader.join()
-        ends = (log.read_text().partition("\nExtension modules:")[0][-3000:] for log in self.logs)
+        logs = (log.read_text().partition("\nExtension modules:")[0] for log in self.logs)
+        ends = (log[-3000:] if "Fatal Python error" not in log else log[-9000:] for log in logs)
         assert is_well, "\n".join([self.ended, *ends])
         return said[-1].strip()
 

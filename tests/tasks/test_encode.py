@@ -88,7 +88,7 @@ def test_of_trained_parts_texts_without_a_role_have_the_length_of_the_longest_co
     (folder / "run").mkdir()
     path = write_run(
         folder / "run", model_name_or_path=str(folder / "model"), max_length={"query": 6, "positive": 11}, max_steps=2,
-        trainable_modules=["projection"], learning_rate=1e-1, save_full_model=False,
+        trainable_modules=["projection"], learning_rate=1e-1,
     )  # fmt: skip
     train(path)
     models = {"part": folder / "run" / "out" / "checkpoint-2", "merged": folder / "whole"}

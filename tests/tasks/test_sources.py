@@ -200,7 +200,7 @@ def first(**fields):
         ({"datasets": first(weight=0)}, "weight=0 must be above 0"),
         ({"datasets": first(weight="much")}, 'weight="much" in .* is text'),
         ({"datasets_temperature": 0}, "datasets_temperature=0 must be above 0"),
-        ({"streaming": True}, "a stream has no size to draw by"),
+        ({"streaming": True, "max_steps": 5}, "a stream has no size to draw by"),
         ({"train_sampling_strategy": "sequential"}, "is an order over all rows"),
         ({"datasets": first(columsn={"query": "q"})}, 'has no field "columsn".* Closest: "columns"'),
         ({"datasets": first(learning_rate=1e-3)}, 'has no field "learning_rate", or it holds for the whole run'),

@@ -57,6 +57,7 @@ CALLED = {  # by DistTrainer, and not overridden
     "_evaluate": "trial ignore_keys_for_eval skip_scheduler",
     "_finish_current_push": "",
     "_get_collator_with_removed_columns": "data_collator description",
+    "_get_dataloader": "dataset description batch_size sampler_fn is_training dataloader_key",
     "_get_num_items_in_batch": "batch_samples device",
     "_get_output_dir": "trial",
     "_load_best_model": "",
