@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_dist_ext.checkpoints.resume import OF_A_SCALE
 from hf_dist_ext.data.fingerprint import content_digest
 from hf_dist_ext.data.tokens import tokens_depend_on
 from hf_dist_ext.models.adapters import adapters_of
@@ -37,7 +38,7 @@ OF_A_STEP = (
     "neftune_noise_alpha"
 ).split()
 OF_A_FUNCTION = re.compile("act|heads|drop|eps|rope|softcap|window")  # fields of a config that change no shape
-OF_ADAPTERS = ("lora_alpha", "use_rslora", "alpha_pattern", "lora_dropout")
+OF_ADAPTERS = (*OF_A_SCALE, "lora_dropout")
 SAMPLED_NUMBERS = 1024  # of a tensor
 
 
