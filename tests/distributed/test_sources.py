@@ -1,6 +1,7 @@
 """Several datasets in one run: every rank's batch is of the same one at each step, and a run goes on where it was."""
 
 import json
+import os
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -163,7 +164,7 @@ def test_a_stream_is_evaluated_over_the_rows_that_it_has(tmp_path, shards):
 
     def figures(folder) -> str:
         torch.manual_seed(0)
-        model = text_model(folder / f"model{rank()}")
+        model = text_model(folder / str(os.getpid()))  # each process makes its own
         words = [f"{WORDS[i % len(WORDS)]} {WORDS[i * 5 % len(WORDS)]}" for i in range(14)]
         rows = datasets.Dataset.from_dict({"a": words[:13], "b": words[1:], "score": [i / 13 for i in range(13)]})
         args = DistTrainingArguments(
