@@ -346,6 +346,8 @@ class DistTrainer(Trainer):
         if self.model_init is not None:
             self._take_model()
             self._check_same_run()
+        if self.loss is not None:  # an optimizer may have been given since the trainer was made
+            loss_state.check_optimizer(self.loss, self.optimizer, self.lr_scheduler)
         if self.has_own_arguments:
             self._fit_checkpoint()
 

@@ -396,6 +396,10 @@ def test_a_given_schedule_takes_no_group_of_the_loss_and_that_is_said(tmp_path, 
     before = loss.temperature
     run([{"params": model.parameters()}, {"params": loss.parameters()}]).train()
     assert loss.temperature != before
+    later = trainer(tmp_path / "later", model, loss=loss)
+    later.optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    with pytest.raises(UsageError, match="a group of their own"):
+        later.train()
 
 
 @pytest.mark.parametrize("given, words", [
