@@ -253,7 +253,8 @@ class Health(TrainerCallback):
         self.run.keeper.background.collect()
         if not self.is_update_skipped:
             self.run.keeper.prove(state.global_step, state.best_model_checkpoint)
-        ends_epoch = args.eval_strategy == "epoch" and float(state.epoch).is_integer()
+        is_last = control.should_training_stop or float(state.epoch).is_integer()
+        ends_epoch = args.eval_strategy == "epoch" and is_last
         self.evaluation_follows = ends_epoch and not control.should_evaluate  # this is called once more then
         if self.is_update_skipped:
             if not control.should_training_stop:

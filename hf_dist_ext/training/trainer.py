@@ -541,15 +541,18 @@ class DistTrainer(Trainer):
         begun = super()._init_training_state(max_steps, updates, num_epochs, *more)
         if self.has_own_arguments:
             self.keeper.restore_best_checkpoint(self.state)
-        return self.data_position.first_batch(begun, self.state, max_steps, num_epochs)
+        # An evaluation that is due after the last step needs an epoch to be made up in, of which nothing is trained.
+        return self.data_position.first_batch(
+            begun, self.state, max_steps, num_epochs - self.health.evaluation_is_due
+        )
 
     def _run_epoch(self, **options: Any) -> None:  # type: ignore[override]  # Trainer calls it by names
         if self.health.evaluation_is_due:
             self._make_up_evaluation(
                 options["trial"], options["ignore_keys_for_eval"], options["resume_from_checkpoint"]
             )
-        if self.control.should_training_stop:  # before the first step: the checkpoint is of a run that had ended
-            return
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            return  # before the first step: the checkpoint is of a run that had ended
         epoch, loader, num_batches = (options[name] for name in ("epoch", "train_dataloader", "steps_in_epoch"))
         changed = self.data_position.begin_epoch(epoch, loader, num_batches, self.state)
         getattr(self.data_collator, "set_epoch", int)(epoch)

@@ -109,7 +109,7 @@ def test_what_a_folder_holds_of_an_earlier_model_goes_when_the_new_one_is_whole(
     told = ["config.json", "adapter_config.json", "model.safetensors", "2_Dense/model.safetensors"]
     of_others = [
         "notes.txt", "model_best.safetensors", "adapter_notes.md", "20261124_base/model.safetensors",
-        "1_mine/adapter_config.json", "../base/model.safetensors",
+        "1_mine/adapter_config.json", "../base/model.safetensors", "manifest.json", "frozen.json", "model.bin",
     ]  # fmt: skip
     for name in told + of_others:
         (folder / name).parent.mkdir(exist_ok=True)
@@ -118,14 +118,17 @@ def test_what_a_folder_holds_of_an_earlier_model_goes_when_the_new_one_is_whole(
         raise OSError
     with commit.replacing_model(folder / ".." / "out", str(folder)):
         pass  # the base of the new adapters lies there
-    assert not [name for name in told[:-1] + of_others if not (folder / name).is_file()]
-    (folder / "2_Dense" / "model.safetensors").write_text("old")
+    assert not [name for name in told + of_others if not (folder / name).is_file()]
     with commit.replacing_model(folder, None):
         time = os.stat(folder / "model.safetensors").st_mtime_ns
         (folder / "model.safetensors").write_text("new")
         os.utime(folder / "model.safetensors", ns=(time, time + 10**9))  # by a clock of whole seconds
     left = [name for name in told + of_others if (folder / name).exists()]
     assert left == ["model.safetensors", *of_others]
+    manifest.commit(folder, {}, {})
+    with commit.replacing_model(folder, None):
+        pass
+    assert not (folder / "manifest.json").exists(), "of a part that was trained"
 
 
 def test_a_resume_says_what_a_step_computes_otherwise_and_refuses_another_scale_of_adapters(
