@@ -542,9 +542,7 @@ class DistTrainer(Trainer):
         if self.has_own_arguments:
             self.keeper.restore_best_checkpoint(self.state)
         # An evaluation that is due after the last step needs an epoch to be made up in, of which nothing is trained.
-        return self.data_position.first_batch(
-            begun, self.state, max_steps, num_epochs - self.health.evaluation_is_due
-        )
+        return self.data_position.first_batch(begun, self.state, max_steps, num_epochs - self.health.evaluation_is_due)
 
     def _run_epoch(self, **options: Any) -> None:  # type: ignore[override]  # Trainer calls it by names
         if self.health.evaluation_is_due:
