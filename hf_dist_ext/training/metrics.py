@@ -18,13 +18,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from hf_dist_ext.engine.combined_losses import LossPerSource
+from hf_dist_ext.engine.combined_losses import LossPerSource, loss_of
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.evaluation.token_vectors import TIE_TOLERANCE, Compared, of_prediction, scores_of
 
@@ -123,7 +122,7 @@ def _first_rows(index: torch.Tensor) -> torch.Tensor:
 def ids_of_rows(ids: dict[str, torch.Tensor] | None, anchor: str, positive: str, rows: torch.Tensor) -> torch.Tensor:
     """What travels as a batch's labels: (B, 2), with groups (B, 3); zeros (B,) when the collator gives no ids."""
     if ids is None or anchor not in ids or positive not in ids:
-        return torch.zeros(len(rows), device=rows.device)
+        return torch.zeros(len(rows), dtype=torch.long, device=rows.device)
     return torch.stack([ids[name] for name in (anchor, positive, "group") if name in ids], dim=1)
 
 
@@ -138,23 +137,16 @@ def paired_of(loss: Any) -> Sequence[str]:
 
 
 def names_of_paired(rows: Any, compute_metrics: Any) -> Sequence[str] | None:
-    """What the evaluation of rows logs, without "eval_"; None: whatever a `compute_metrics` of the user's gives."""
-    if isinstance(rows, Mapping) and isinstance(compute_metrics, MetricsOfSources):
-        return [f"{name}_{one}" for name in rows for one in ("loss", *compute_metrics.names(name))]
-    if isinstance(rows, Mapping):  # each is evaluated alone
-        of_each = {name: names_of_paired(one, compute_metrics) for name, one in rows.items()}
-        return None if None in of_each.values() else [f"{name}_{one}" for name in of_each for one in of_each[name]]
-    if isinstance(rows, list) and not rows:
+    """What the evaluation of rows logs, without "eval_"; None: not known, since `compute_metrics` is the user's, or
+    the loss depends on the rows."""
+    if isinstance(rows, list | Mapping) and not rows:
         return ()
-    if compute_metrics is metrics_of_rated_pairs:
-        return ("loss", *RATED)
-    return ("loss", *PAIRED) if is_of_pairs(compute_metrics) else None
-
-
-def is_of_pairs(compute_metrics: Any) -> bool:
-    """Whether it is ours, which compares the rows of two columns."""
-    kind = getattr(compute_metrics, "func", compute_metrics)
-    return kind in (metrics_of_rated_pairs, metrics_of_prediction) or isinstance(kind, MetricsOfSources)
+    if not isinstance(compute_metrics, PairMetrics):
+        return None
+    loss = compute_metrics.loss
+    if not isinstance(rows, Mapping):
+        return None if isinstance(loss, LossPerSource) else ("loss", *paired_of(loss))
+    return [f"{name}_{one}" for name in rows for one in ("loss", *paired_of(loss_of(loss, name)))]
 
 
 def labels_of_rows(loss: Any, facts: Any, anchor: str, positive: str, rows: torch.Tensor) -> torch.Tensor:
@@ -164,29 +156,21 @@ def labels_of_rows(loss: Any, facts: Any, anchor: str, positive: str, rows: torc
     return ids_of_rows(facts.ids, anchor, positive, rows)
 
 
-class MetricsOfSources:
-    """The `compute_metrics` of a `DistTrainer` with a loss per source, each of which is evaluated alone: its labels
-    are ids of rows, or what people said of pairs."""
+class PairMetrics:
+    """The `compute_metrics` of a `DistTrainer` with this loss: labels are ids of rows, by which documents are ranked,
+    or what people said of pairs, which cosines are correlated with."""
 
-    def __init__(self, losses: LossPerSource):
-        self.losses = losses
-        self._ranked = partial(metrics_of_prediction, normalizes=similarity_of(losses) == "cosine")
+    def __init__(self, loss: Any):
+        self.loss = loss
 
     def __call__(self, prediction: Any) -> dict[str, float]:
-        is_rated = prediction.label_ids.ndim == 1 and np.issubdtype(prediction.label_ids.dtype, np.floating)
-        return metrics_of_rated_pairs(prediction) if is_rated else self._ranked(prediction)
-
-    def names(self, source: str) -> Sequence[str]:
-        return paired_of(self.losses.of(source))
-
-
-def of_loss(loss: Any) -> Callable[[Any], dict[str, float]]:
-    """The `compute_metrics` of a `DistTrainer` with this loss: of rated pairs a correlation, else retrieval's."""
-    if isinstance(loss, LossPerSource):
-        return MetricsOfSources(loss)
-    if getattr(loss, "rates_pairs", False):
-        return metrics_of_rated_pairs
-    return partial(metrics_of_prediction, normalizes=similarity_of(loss) == "cosine")
+        if np.issubdtype(prediction.label_ids.dtype, np.floating):
+            return metrics_of_rated_pairs(prediction)
+        anchors, positives = map(of_prediction, prediction.predictions)
+        if similarity_of(self.loss) == "cosine":  # whatever the model returns
+            anchors, positives = (torch.nn.functional.normalize(rows, dim=-1) for rows in (anchors, positives))
+        labels = torch.from_numpy(prediction.label_ids)
+        return retrieval_metrics(anchors, positives, labels if labels.ndim > 1 else None)
 
 
 def metrics_of_rated_pairs(prediction: Any) -> dict[str, float]:
@@ -210,13 +194,3 @@ def check_can_be_computed(args: Any) -> None:
             f"{wrong} hands over one batch at a time, and retrieval metrics rank every query among the documents of "
             f"all rows. Remove {wrong.partition('=')[0]}, or give a compute_metrics of your own."
         )
-
-
-def metrics_of_prediction(prediction: Any, normalizes: bool = False) -> dict[str, float]:
-    """The `compute_metrics` of a `DistTrainer` with a loss. `normalizes`: the loss scores cosines, whatever the model
-    returns."""
-    anchors, positives = map(of_prediction, prediction.predictions)
-    if normalizes:
-        anchors, positives = (torch.nn.functional.normalize(rows, dim=-1) for rows in (anchors, positives))
-    labels = torch.from_numpy(prediction.label_ids)
-    return retrieval_metrics(anchors, positives, labels if labels.ndim > 1 else None)

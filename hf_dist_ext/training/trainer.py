@@ -160,7 +160,7 @@ class DistTrainer(Trainer):
             self.strategy = choose.of_model(model, args)
             if named.get("compute_metrics") is None and getattr(self.loss, "num_columns", None) != 1:
                 metrics.check_can_be_computed(args)
-                named["compute_metrics"] = metrics.of_loss(self.loss)
+                named["compute_metrics"] = metrics.PairMetrics(self.loss)
         self.freeze_plan = freeze.freeze(model, args)
         processor, uses_cache = named.get("processing_class"), self.loss is not None and args.uses_gradient_cache
         checks.set_defaults_of_ddp(args, model, processor, self.freeze_plan is not None, uses_cache)
@@ -825,7 +825,7 @@ class DistTrainer(Trainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         self.gather_function = stream_rows.gathered_of(self, inputs)
         loss, embeddings, facts = self.step.score_only(model, inputs)
-        if prediction_loss_only or (len(embeddings) == 1 and metrics.is_of_pairs(self.compute_metrics)):
+        if prediction_loss_only or (len(embeddings) == 1 and isinstance(self.compute_metrics, metrics.PairMetrics)):
             return loss, None, None
         if len(embeddings) == 1:
             only: Any = next(iter(embeddings.values()))

@@ -830,7 +830,7 @@ def first_epoch_again() -> None:
 
 def documents_of_rows() -> None:
     """A document that several rows hold is a candidate once per row."""
-    metrics.ids_of_rows = lambda ids, anchor, positive, rows: torch.zeros(len(rows))
+    metrics.ids_of_rows = lambda ids, anchor, positive, rows: torch.zeros(len(rows), dtype=torch.long)
 
 
 FAULTS = {

@@ -3,6 +3,7 @@
 import inspect
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import evaluate
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 import torch
 from sklearn.metrics import ndcg_score
 
+from hf_dist_ext.engine.combined_losses import LossPerSource
+from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.evaluation.retrieval_metrics.retrieval_metrics import RetrievalMetrics
-from hf_dist_ext.training.metrics import retrieval_metrics, retrieval_ranks
+from hf_dist_ext.training.metrics import PairMetrics, labels_of_rows, retrieval_metrics, retrieval_ranks
 
 
 def unit_vectors(rows, dim=8, seed=0):
@@ -141,3 +144,14 @@ def test_evaluate_loads_the_folder_without_a_hub(tmp_path):
     metric.add_batch(ranks=np.array([3, 0], dtype=np.int64))
     assert metric.compute(k=2)["recall@2"] == 0.5
     assert metric.compute(ranks=[[0, 1], [7]], k=5)["recall@5"] == 0.5
+
+
+def test_rows_without_ids_are_ranked_under_a_loss_by_dataset_too():
+    loss = LossPerSource({"a": InfoNCELoss(), "b": InfoNCELoss()})
+    rows = torch.eye(3)
+
+    class Prediction:
+        predictions = rows.numpy(), rows.numpy()
+        label_ids = labels_of_rows(loss.of("a"), SimpleNamespace(ids=None), "query", "positive", rows).numpy()
+
+    assert PairMetrics(loss)(Prediction)["mrr@10"] == 1.0
