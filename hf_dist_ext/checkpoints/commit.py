@@ -158,8 +158,9 @@ def commit_model(folder: Path, names: Iterable[str], content: Mapping[str, Any])
 # ---- the model that a run ends with ----
 
 CONFIG = "config.json"
+SHARD = r"(?:-\d{5}-of-\d{5})?"
 OF_WEIGHTS = re.compile(
-    r"(?:(?:pytorch_)?model(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)(?:\.index\.json)?"
+    rf"(?:(?:model{SHARD}\.safetensors|pytorch_model{SHARD}\.bin)(?:\.index\.json)?"
     r"|adapter_model\.(?:safetensors|bin)|(?:adapter_)?config\.json|trainable\.safetensors|frozen\.json|manifest\.json)"
 )
 EARLIER = 60  # seconds: no clock of a file system is coarser
@@ -189,13 +190,24 @@ def _of_weights(folder: Path, base: str | None) -> dict[Path, int]:
         modules = [one["path"] for one in json.loads((folder / "modules.json").read_text("utf-8"))]
     found = {}
     for below in dict.fromkeys([folder, *(folder / module for module in modules)]):
-        is_base = base is not None and below.exists() and Path(base).exists() and below.samefile(base)
+        places = [one for one in (folder, below) if one.exists()]  # a base has weights in its modules' folders too
+        is_base = base is not None and Path(base).exists() and any(one.samefile(base) for one in places)
         if is_base or below.is_symlink() or not below.resolve().is_relative_to(folder.resolve()):
             continue
         for path in below.glob("*.*"):
-            if OF_WEIGHTS.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            if OF_WEIGHTS.fullmatch(path.name) and path.is_file() and not path.is_symlink() and _is_of_run(path):
                 with contextlib.suppress(OSError):
                     state = path.stat()
                     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns - EARLIER * 10**9))
                     found[path] = path.stat().st_mtime_ns
     return found
+
+
+def _is_of_run(path: Path) -> bool:
+    """Whether a file is none of somebody's who gave it a name as common as "manifest.json"."""
+    if path.name == manifest.MANIFEST:
+        with contextlib.suppress(UsageError, TypeError):
+            return manifest.read(path.parent) is not None
+        return False
+    trained = ("trainable.safetensors", "adapter_model.safetensors")
+    return path.name != "frozen.json" or any((path.parent / name).is_file() for name in trained)
