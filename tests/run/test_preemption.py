@@ -155,6 +155,29 @@ def test_so_is_one_of_an_epoch_whose_last_step_had_its_checkpoint_already(tmp_pa
     assert [line["step"] for line in resumed.state.log_history if "eval_loss" in line] == [2, 4, 6, 8, 9]
 
 
+@pytest.mark.parametrize(("strategy", "last"), [("steps", 6), ("epoch", 5)])
+def test_so_is_that_after_the_last_step_and_the_run_ends_with_the_weights_it_found_best(tmp_path, strategy, last):
+    options = dict(
+        eval_strategy=strategy, eval_steps=2, save_strategy=strategy, load_best_model_at_end=True, max_steps=last,
+        metric_for_best_model="eval_loss", per_device_train_batch_size=12, figures={2: 3.0, 4: 2.0, last: 1.0},
+    )  # fmt: skip
+    whole = drawing(tmp_path / "whole", **options)
+    whole.train()
+    drawing(tmp_path / "run", SignalAt(last, True), **options).train()
+    resumed = drawing(tmp_path / "run", **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert whole.state.best_global_step == resumed.state.best_global_step == last
+    assert torch.equal(weights(whole), weights(resumed))
+
+
+def test_so_is_that_of_an_epoch_in_which_the_steps_end(tmp_path):
+    options = dict(eval_strategy="epoch", save_steps=2, per_device_train_batch_size=12)
+    drawing(tmp_path, SignalAt(9, True), **options).train()
+    resumed = drawing(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in resumed.state.log_history if "eval_loss" in line] == [2, 4, 6, 8, 9]
+
+
 @pytest.mark.parametrize("step", [4, 6])
 def test_early_stopping_counts_an_evaluation_that_is_made_up(tmp_path, step):
     """The best is that of step 4; the second that is no better, that of step 8, is the last."""
