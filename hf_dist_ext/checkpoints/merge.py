@@ -79,7 +79,7 @@ def folders_behind(folder: Path) -> list[Path]:
 
 def _verified(checkpoint: Path) -> dict[str, Any]:
     if not checkpoint.is_dir():
-        raise UsageError(f"{checkpoint} does not exist. Give a checkpoint-N folder, or the output_dir of a run.")
+        raise UsageError(f"{checkpoint} is no folder. Give a checkpoint-N folder, or the output_dir of a run.")
     facts = manifest.read(checkpoint) or _facts_of_adapters(checkpoint)
     if facts is None:
         raise UsageError(
@@ -95,7 +95,9 @@ def _verified(checkpoint: Path) -> dict[str, Any]:
 def _facts_of_adapters(folder: Path) -> dict[str, Any] | None:
     """Of a folder of adapters that peft alone has written: its class and base, in the precision of our runs."""
     path = folder / CONFIG
-    kind = (json.loads(path.read_text(encoding="utf-8")).get("auto_mapping") or {}) if path.is_file() else {}
+    if not path.is_file():
+        return None
+    kind = json.loads(path.read_text(encoding="utf-8")).get("auto_mapping") or {}
     if "base_model_class" not in kind and not (folder / "modules.json").is_file():
         return None
     base, revision = base_of(folder)

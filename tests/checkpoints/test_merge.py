@@ -135,6 +135,11 @@ def test_what_can_not_be_merged_is_refused_with_the_reason(tmp_path):
     merge(checkpoint, tmp_path / "elsewhere", base=str(folder))
     with pytest.raises(UsageError, match="no checkpoint with a manifest.json"):
         merge(folder, tmp_path / "merged")
+    embedding_model(model_config("bert")).save_pretrained(str(tmp_path / "sentence_transformer"))
+    with pytest.raises(UsageError, match="it is a complete model already"):
+        merge(tmp_path / "sentence_transformer", tmp_path / "merged")
+    with pytest.raises(UsageError, match="config.json is no folder"):
+        merge(folder / "config.json", tmp_path / "merged")
     torn = tmp_path / "run" / "checkpoint-12"
     shutil.copytree(checkpoint, torn)
     (torn / "manifest.json").unlink()
