@@ -238,11 +238,16 @@ class DataPosition:
         """(epochs, updates per epoch, ..., steps of the whole run), as Trainer `counted` them, for what is left."""
         if self._resumed is None:
             return counted
+        rows = self._rows_in(loader)
+        if rows is not None and not self._batches_in(max(0, rows - self._resumed.rows)):
+            # drop_last drops all that is left of the epoch, and Trainer ends a run in an epoch without a batch.
+            begun = replace(self._resumed, epoch=self._resumed.epoch + 1, rows=0, window=self.rows_per_micro_batch)
+            self.used, self._resumed, self._begun = begun, begun, {}
         args, (epochs, updates, *others, max_steps) = self.args, counted
         if args.max_steps > 0:  # as many epochs as the steps that are left may need
             epochs = self._resumed.epoch + 1 + math.ceil(max(0, max_steps - self._resumed_step) / updates)
         else:  # behind the steps that were made: those of the begun epoch's rest, and whole epochs from then on
-            rows, whole_epochs = self._rows_in(loader), args.num_train_epochs - self._resumed.epoch - 1
+            whole_epochs = args.num_train_epochs - self._resumed.epoch - 1
             left = rows - self._resumed.rows + math.ceil(min(0, whole_epochs) * rows)
             batches = self._batches_in(max(0, left))
             max_steps = self._resumed_step + math.ceil(batches / args.gradient_accumulation_steps)
