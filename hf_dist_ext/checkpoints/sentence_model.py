@@ -239,6 +239,11 @@ def read(model: Any, folder: Path, dtype: torch.dtype, read_class: Read, **optio
 
 def _with_adapters(own: Mapping[str, torch.Tensor], place: Path, adapter: str) -> dict[str, torch.Tensor]:
     """Adapters are read as they are, since transformers rounds them to the precision of their base."""
+    if not (place / WEIGHTS).is_file():
+        raise UsageError(
+            f"{place} holds no adapters, and this run trains some. Resume it without them, or start a run with "
+            f'model_name_or_path="{place}".'
+        )
     found = {key: value for key, value in own.items() if f".{adapter}." not in key}
     for key, value in load_file(place / WEIGHTS).items():
         layer, _, side = key.removeprefix(PREFIX).rpartition(".")

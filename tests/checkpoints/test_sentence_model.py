@@ -147,6 +147,12 @@ def test_the_folder_of_a_run_opens_and_gives_what_the_model_gives(tmp_path):
         weights.load(another, tmp_path / "final", False, Strategy())
 
 
+def test_a_checkpoint_of_all_weights_is_refused_where_adapters_train(tmp_path):
+    train(tmp_path, model_of(tmp_path))
+    with pytest.raises(UsageError, match="checkpoint-5 holds no adapters"):
+        train(tmp_path, model_of(tmp_path, has_adapters=True), resume=True)
+
+
 def test_a_card_that_somebody_wrote_stays(tmp_path):
     trainer = train(tmp_path, model_of(tmp_path / "base"), max_steps=1)
     (tmp_path / "final").mkdir()
