@@ -262,6 +262,8 @@ def _audit(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from hf_dist_ext.train import main
 
     _check_flags(arguments, overrides)
+    if arguments.rows is not None and arguments.rows < 1:
+        raise UsageError(f"--rows {arguments.rows} is not a positive number of rows.")
     own = [*(["--rows", str(arguments.rows)] if arguments.rows else []), *(["--json"] if arguments.json else [])]
     program = ("--module", "hf_dist_ext.cli", "audit", *own, "--reference", arguments.reference)
     act = partial(audit, rows=arguments.rows, reference=arguments.reference, as_json=arguments.json)

@@ -181,6 +181,7 @@ def test_search_hands_its_words_to_the_search_module(monkeypatch):
         (["config", "--explain", "nowhere.json"], "error: --config nowhere.json: no such file"),
         (["presets", "--loud"], "unexpected arguments: --loud"),
         (["search", "--model", "out", "--top_k", "0", "x"], "--top_k 0"),
+        (["audit", "run.json", "--rows", "-1"], "--rows -1 is not a positive number"),
         (["search", "--model", "out", "--image", "a.png"], "--image goes with --data"),
         (["config"], "takes a run file"),
         (["trian", "run.json"], "Closest: train."),
