@@ -26,7 +26,6 @@ FAST = """
     checkpoints/test_manifest.py checkpoints/test_safe_reading.py
     data/test_image_text_collator.py data/test_sampling.py data/test_row_ids.py
     frozen/test_plan.py frozen/test_run_mode.py
-    models/test_embedding_model.py models/test_towers.py
     run/test_config.py run/test_presets.py run/test_stages.py
     strategies/test_layers.py
     training/test_metrics.py training/test_scaling.py

@@ -187,8 +187,9 @@ def test_training_with_mined_negatives_starts_where_training_without_does(tmp_pa
     assert len(runs) == 2 and all(one["before"].items() <= result["before"].items() for one in runs)
 
 
-def test_a_preset_that_needs_a_gpu_says_so_in_one_line():
-    said = run("benchmark_gradient_cache.py", "--preset", "gpu", code=2)
+@pytest.mark.parametrize("words", [("benchmark_gradient_cache.py", "--preset", "gpu"), ("gpu_check.py",)])
+def test_what_needs_a_gpu_says_so_in_one_line(words):
+    said = run(*words, code=2)
     assert "no CUDA device" in said and "Traceback" not in said
 
 
@@ -270,8 +271,3 @@ def test_a_cell_of_the_check_ends_with_its_time_and_none_starts_after_its_parts(
     assert "stopped after 1 s: " in output and "child ended True" in output
     assert "quick True" in output
     assert "not run: the 400 seconds of this part were over" in output and not (tmp_path / "never").exists()
-
-
-def test_the_check_without_a_gpu_says_so_in_one_line():
-    said = run("gpu_check.py", code=2)
-    assert "no CUDA device" in said and "Traceback" not in said

@@ -24,7 +24,7 @@ from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.models import from_run
 from hf_dist_ext.run import lease
 from tests.distributed.forked import Run, run_python
-from tests.tiny_models import WORDS, embed, embedding_model, loaded, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, embed, embedding_model, loaded, model_config, tiny_tokenizer, write_fields
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "train_hf.py"
 
@@ -54,14 +54,11 @@ def writes_runs_in(tmp_path: Path):
             "_": "a comment", "model_config": model_config("bert"), "tokenizer_name": str(tmp_path / "tokenizer"),
             "dataset_name": str(tmp_path / "rows.jsonl"), "eval_holdout": 8, "prompts": {"query": "search : "},
             "columns": {"query": "question", "positive": "answer", "negative": "wrong"},
-            "per_device_train_batch_size": 16,
-            "gradient_cache_chunk_size": 5, "max_steps": 3, "output_dir": str(tmp_path / "out"),
-            "learnable_temperature": True, "projection_dim": 16, "save_steps": 2, "logging_steps": 1, "use_cpu": True,
-            "disable_tqdm": True, "report_to": "none",
+            "per_device_train_batch_size": 16, "gradient_cache_chunk_size": 5, "max_steps": 3, "save_steps": 2,
+            "output_dir": str(tmp_path / "out"), "learnable_temperature": True, "projection_dim": 16,
+            "logging_steps": 1,
         }  # fmt: skip
-        fields = {key: value for key, value in (fields | more).items() if value is not ...}
-        (tmp_path / "run.json").write_text(json.dumps(fields))
-        return str(tmp_path / "run.json")
+        return str(write_fields(tmp_path, **fields | more))
 
     return write
 
@@ -156,8 +153,6 @@ def test_a_run_is_resumed_from_its_newest_checkpoint(main, run_file, tmp_path):
     whole = (tmp_path / "out" / "model.safetensors").read_bytes()
     for name in ("metrics.json", "model.safetensors"):
         (tmp_path / "out" / name).unlink()
-    import shutil
-
     shutil.rmtree(tmp_path / "out" / "checkpoint-3")
     main(["--config", run_file(), "--resume_from_checkpoint", "true"])
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole

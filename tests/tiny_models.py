@@ -162,6 +162,14 @@ def tiny_pairs(folder: Path, rows: int = 32) -> dict[str, str]:
     return {"dataset_name": str(folder / "rows.jsonl"), "tokenizer_name": str(folder / "tokenizer")}
 
 
+def write_fields(folder: Path, **fields: Any) -> Path:
+    """The run file run.json of these fields, which is quiet and on the CPU, without those whose value is `...`."""
+    quiet = {"use_cpu": True, "disable_tqdm": True, "report_to": "none"}
+    given = {name: value for name, value in (quiet | fields).items() if value is not ...}
+    (folder / "run.json").write_text(json.dumps(given))
+    return folder / "run.json"
+
+
 # The file of a model with code of its own, whose embeddings a parameter scales.
 OWN_CODE = """
 import torch

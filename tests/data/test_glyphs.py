@@ -1,6 +1,5 @@
 """The built-in pictures of characters: names fit pictures, what is held out is nowhere in train, the run learns."""
 
-import importlib.util
 import json
 import sys
 import unicodedata
@@ -18,7 +17,8 @@ from hf_dist_ext.data.glyphs import build_processor, load_glyphs, look_alike, on
 from hf_dist_ext.errors import UsageError
 from tests.launching import ROOT
 from tests.tasks.test_stages import main
-from tests.tiny_models import loaded
+from tests.test_pictures import script
+from tests.tiny_models import loaded, write_fields
 
 CONFIG = ROOT / "configs" / "glyph_search.json"
 ONE_MODEL = ROOT / "configs" / "glyph_vlm.json"
@@ -125,9 +125,8 @@ def run_file(tmp_path, splits, monkeypatch):
     monkeypatch.setitem(load.BUILT_IN_PAIRS, glyphs.NAME, lambda: splits)
 
     def write(config: Path = CONFIG, **fields) -> Path:
-        quiet = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "output_dir": str(tmp_path / "out")}
-        (tmp_path / "run.json").write_text(json.dumps(json.loads(config.read_text()) | quiet | fields))
-        return tmp_path / "run.json"
+        own = {"output_dir": str(tmp_path / "out")}
+        return write_fields(tmp_path, **json.loads(config.read_text()) | own | fields)
 
     return write
 
@@ -145,12 +144,10 @@ def test_two_updates_train_both_towers_and_the_folder_draws_a_sheet(run_file, tm
     vectors = model.encode(["latin small letter a", "latin small letter b"])
     assert abs(vectors[0] - vectors[1]).max() > 1e-3, "the text tower reads the token that ends a name"
 
-    spec = importlib.util.spec_from_file_location("glyph_sheet", ROOT / "scripts" / "glyph_sheet.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    monkeypatch.setattr(script, "load_glyphs", lambda: {"test": splits["test"].select(range(40))})
+    sheets = script("glyph_sheet")
+    monkeypatch.setattr(sheets, "load_glyphs", lambda: {"test": splits["test"].select(range(40))})
     sheet = tmp_path / "sheets" / "sheet.png"
-    script.main(["--model", str(tmp_path / "out"), "--output", str(sheet), *splits["test"]["query"][:3]])
+    sheets.main(["--model", str(tmp_path / "out"), "--output", str(sheet), *splits["test"]["query"][:3]])
     assert "3 queries" in capsys.readouterr().out and sheet.stat().st_size < 200_000
     picture = Image.open(sheet)
     assert picture.height > 3 * glyphs.SIDE and picture.width > 8 * glyphs.SIDE

@@ -1,7 +1,5 @@
 """Numbers of what rows may not share: those of comparing every pair, computed once per machine and mapped."""
 
-import os
-import time
 from collections import Counter
 
 import datasets
@@ -10,7 +8,6 @@ import pytest
 
 from hf_dist_ext.data import row_ids
 from hf_dist_ext.data.row_ids import numbered, shared_ids
-from tests.distributed.forked import Run
 
 
 def pairs(rows: int = 3000) -> datasets.Dataset:
@@ -67,9 +64,7 @@ def test_a_large_dataset_is_numbered_once_and_mapped_afterwards(stores, monkeypa
     monkeypatch.setattr(row_ids, "STORED_ROWS", 1)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", stores.parent)
     others = data.select(range(1, 3000)), data.map(lambda row: {"query": row["query"] + "!"}), data.shuffle(seed=1)
-    assert all(
-        np.array_equal(shared_ids(d, ["query"]), numbered(row_ids.content_hashes(d, ["query"]))) for d in others
-    )
+    assert all(np.array_equal(shared_ids(d, ["query"]), computed(d, ["query"])) for d in others)
     assert len({*stores.glob("*.npy")}) == 4 and not [*stores.glob("*.unfinished")]
 
 
@@ -84,32 +79,12 @@ def test_a_torn_file_is_made_again(stores, bytes_left):
     assert np.array_equal(shared_ids(data, ["query"]), first) and file.read_bytes() == whole
 
 
-def test_two_processes_hash_once(stores, tmp_path, monkeypatch):
-    hashed, data = row_ids.content_hashes, pairs()
-
-    def counted(*arguments):
-        with open(tmp_path / "hashed", "a") as file:
-            file.write(f"{os.getpid()}\n")
-        time.sleep(0.5)
-        return hashed(*arguments)
-
-    monkeypatch.setattr(row_ids, "content_hashes", counted)
-    run = Run("ddp", tmp_path / "run", lambda say: str(int(shared_ids(data, ["query", "positive"]).sum())))
-    assert int(run.result()) == shared_ids(data, ["query", "positive"]).sum() > 0
-    assert len((tmp_path / "hashed").read_text().splitlines()) == 1
-
-
-def test_a_folder_that_can_not_be_written_is_said_and_costs_time_only(stores, caplog):
+def test_a_folder_that_can_not_be_written_is_said_and_costs_time_only(stores, monkeypatch):
     stores.parent.mkdir()
     stores.write_text("a file, where the folder should be")
-    data = pairs(100)
-    said = []
-    row_ids.logger.warning, warning = said.append, row_ids.logger.warning
-    try:
-        found = shared_ids(data, ["query"])
-    finally:
-        row_ids.logger.warning = warning
-    assert np.array_equal(found, computed(data, ["query"]))
+    data, said = pairs(100), []
+    monkeypatch.setattr(row_ids.logger, "warning", said.append)
+    assert np.array_equal(shared_ids(data, ["query"]), computed(data, ["query"]))
     assert "can not be kept in" in said[0] and "HF_DATASETS_CACHE" in said[0]
 
 

@@ -1,7 +1,5 @@
 """Batches of rows as sentence-transformers reads them: features and labels are those of its own collators."""
 
-from types import SimpleNamespace
-
 import datasets
 import pytest
 import torch
@@ -17,14 +15,8 @@ from hf_dist_ext.engine.flat import unfolded
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.sentence_data import prepare_sentence_data
+from tests.data.test_tokenized import TWICE, text
 from tests.sentence_models import chat_model, picture_model, pictures, routed_model, static_model, text_model
-from tests.tiny_models import WORDS
-
-TWICE = SimpleNamespace(num_train_epochs=2.0, max_steps=-1, gradient_accumulation_steps=1)
-
-
-def text(start: int, words: int) -> str:
-    return " ".join(WORDS[(start + i) % len(WORDS)] for i in range(words))
 
 
 def rows(count: int = 5, **more) -> list[dict]:

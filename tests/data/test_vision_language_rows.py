@@ -16,23 +16,13 @@ from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.tasks.embedding import _collator as collator_of
+from tests.engine.test_images import double_precision  # noqa: F401, a fixture of all tests here
 from tests.tiny_models import embedding_model
 from tests.tiny_processors import FAMILIES, mixed_row, picture, tiny_vision_language
 
 COLUMNS = ["query", "positive", "negative"]
 PROMPTS = {"query": "find it", "positive": "", "negative": ""}
 SENTINELS = [("llava", "right"), ("smolvlm", "right"), ("qwen2_5_vl", "left"), ("internvl", "left")]
-
-
-@pytest.fixture
-def double_precision(monkeypatch):
-    """As in tests/engine/test_images.py: code that casts to float32 inside would hide what chunks do."""
-    torch.set_default_dtype(torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(torch, "float32", torch.float64)
-    yield
-    monkeypatch.undo()
-    torch.set_default_dtype(torch.float32)
 
 
 def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -46,7 +36,7 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     for family in FAMILIES
     for side, limits in [("right", ChunkLimits(1)), ("left", ChunkLimits(max_tokens=90))]
 ])  # fmt: skip
-def test_cached_gradients_are_those_of_the_whole_batch(family, side, limits, double_precision):
+def test_cached_gradients_are_those_of_the_whole_batch(family, side, limits):
     assert_cached_is_plain(family, side, limits, InfoNCELoss(temperature=0.1), pooling="last")
 
 
@@ -55,7 +45,7 @@ def test_cached_gradients_are_those_of_the_whole_batch(family, side, limits, dou
     for family in FAMILIES
     for side in ("right", "left")
 ])  # fmt: skip
-def test_cached_gradients_of_token_vectors_are_those_of_the_whole_batch(family, side, double_precision):
+def test_cached_gradients_of_token_vectors_are_those_of_the_whole_batch(family, side):
     """Every token of words and pictures has a vector, as in ColQwen and ColPali."""
     loss = LateInteractionLoss(temperature=0.5)
     assert_cached_is_plain(family, side, ChunkLimits(max_tokens=60), loss, pooling="tokens", projection_dim=6)

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from hf_dist_ext import cli
 from tests.planner.test_choose import DECODER, make_run  # noqa: F401, a fixture
 
@@ -39,20 +37,3 @@ def test_the_table_names_the_quickest_the_cheapest_and_what_does_not_fit(make_ru
     row = {line.split()[0] + line.split()[1]: line for line in out.splitlines() if line.startswith(("h100", "l4"))}
     assert "quickest" in row["h1008"] and "cheapest" in out
     assert "nothing fits" in row["l41"] and "would do" in row["l41"] and "would do" not in row["h1008"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--num_devices", "1,2", "--png", "plan.png"], "--png goes with one plan"),
-        (["--device", "h100,l4", "--price_per_hour", "1,2,3"], "has 3 prices for 2 devices"),
-        (["--device", "h100", "--price_per_hour", "1,2"], "has 2 prices for one device"),
-        (["--num_devices", "1,x"], "is no number, nor several as in 1,4,8"),
-        (["--device", "h100,l5"], "--device l5 is not known"),
-    ],
-)
-def test_what_a_table_does_not_go_with_is_one_line(make_run, capsys, words, message):  # noqa: F811
-    make_run()
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["plan", "run.json", *words])
-    assert stopped.value.code == 2 and message in capsys.readouterr().err

@@ -21,7 +21,7 @@ LARGE = {"per_device_train_batch_size": 64, "gradient_cache_chunk_size": 4, "bf1
 FOUR = Hardware(4, 80 * GIB)
 
 
-def names(plan, **only):
+def names(plan):
     return {one.strategy.name for one in plan.options if not one.why_not}
 
 
@@ -81,12 +81,12 @@ def test_layers_below_min_num_params_are_no_units(make_run):  # noqa: F811
 
 
 def test_a_wider_reduction_sends_twice_as_much(make_run):  # noqa: F811
-    half, full = (make_run(DECODER, **LARGE, **more) for more in ({"reduce_dtype": "bfloat16"}, {}))
+    half, full, default = (make_run(DECODER, **LARGE, reduce_dtype=one) for one in ("bfloat16", "float32", None))
     sent = [traffic(Case(workload(run), strategy("FSDP speed"), FOUR)).bytes for run in (half, full)]
     trained = model_of(workload(half)).whole.trained
     assert sent[1] - sent[0] == pytest.approx(trained * 2 * 3 / 4, rel=1e-6)
     narrow, wide = (bytes_of(run, "FSDP speed", 4) for run in (half, full))
-    assert wide.buffers > narrow.buffers
+    assert wide == bytes_of(default, "FSDP speed", 4) and wide.buffers > narrow.buffers
     assert wide.gradients - narrow.gradients == pytest.approx(trained * 2)  # whole ones wait for the one reduction
 
 

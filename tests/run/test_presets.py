@@ -40,13 +40,18 @@ def test_accelerate_reads_the_preset_and_every_key_has_an_effect(name):
         assert key in defaults, f"{key} reaches nobody"
 
 
-def test_the_launcher_turns_the_fsdp_preset_into_version_2_and_whole_checkpoints(monkeypatch):
+def launched(name: str) -> tuple:
+    """What the launcher makes of the preset: its arguments, and the environment of a process."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    words = ["--config_file", str(presets.find_preset("fsdp")), "script.py"]
+    words = ["--config_file", str(presets.find_preset(name)), "script.py"]
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
-    env = prepare_multi_gpu_env(arguments)
+    return arguments, prepare_multi_gpu_env(arguments)
+
+
+def test_the_launcher_turns_the_fsdp_preset_into_version_2_and_whole_checkpoints():
+    arguments, env = launched("fsdp")
     wanted = {
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",
@@ -77,15 +82,10 @@ def test_what_this_machine_can_run_is_said(monkeypatch, name, devices, runs, wor
 
 
 def test_the_frozen_preset_sets_the_default_of_its_field(monkeypatch, tmp_path):
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
     from hf_dist_ext.training.arguments import DistTrainingArguments
 
-    words = ["--config_file", str(presets.find_preset("multi_gpu_fsdp_frozen_replicated")), "script.py"]
-    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
     name = "FSDP_IGNORED_MODULES"
-    for value in (prepare_multi_gpu_env(arguments)[name], "some.module"):
+    for value in (launched("multi_gpu_fsdp_frozen_replicated")[1][name], "some.module"):
         monkeypatch.setenv(name, value)
         fields = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": []}
         is_ours = value == "frozen parts"

@@ -14,6 +14,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run import examples, record
 from hf_dist_ext.run.read import load_run
 from tests.distributed.forked import Run
+from tests.run.test_config import make_checkpoint
 from tests.tiny_models import model_config, tiny_pairs
 
 QUIET = ["--disable_tqdm", "true", "--report_to", "none", "--use_cpu"]
@@ -119,9 +120,7 @@ def test_what_cannot_be_resumed_is_refused_with_the_remedy(tmp_path, monkeypatch
 
 def test_a_run_that_ended_before_its_first_checkpoint_begins_from_the_one_it_was_given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "first" / "checkpoint-2").mkdir(parents=True)
-    for name in ("model.safetensors", "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        (tmp_path / "first" / "checkpoint-2" / name).write_text("x")
+    make_checkpoint(tmp_path / "first" / "checkpoint-2")
     folder = recorded(tmp_path / "out", resume_from_checkpoint="first/checkpoint-2", resume_weights_only=True)
     assert record.resume(folder, [])[-1] == "first/checkpoint-2"
     shutil.copytree(tmp_path / "first" / "checkpoint-2", folder / "checkpoint-2")

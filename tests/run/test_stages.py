@@ -10,6 +10,7 @@ from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.folder import check_output_dir
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.read import load_run
+from tests.run.test_config import make_checkpoint
 
 STAGES = [
     {"name": "align", "trainable_modules": ["projector"], "learning_rate": 1e-3, "_": "a comment"},
@@ -76,12 +77,7 @@ def finish(stage):
 
 
 def save(stage, step):
-    folder = Path(stage.training["output_dir"], f"checkpoint-{step}")
-    folder.mkdir(parents=True)
-    names = ["model.safetensors", "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"]
-    for name in names:
-        (folder / name).write_text("{}")
-    manifest.commit(folder, manifest.record(folder, names), {})
+    make_checkpoint(Path(stage.training["output_dir"], f"checkpoint-{step}"), is_committed=True)
 
 
 def test_a_run_goes_on_in_the_stage_where_it_stopped(plan):

@@ -33,7 +33,7 @@ from tests.distributed import forked
 from tests.distributed.forked import Run
 from tests.launching import ROOT, launch
 from tests.tasks.test_stages import CONFIG, main, weights, write_config
-from tests.tiny_models import WORDS, embedding_model, loaded, model_config
+from tests.tiny_models import WORDS, embedding_model, loaded, model_config, write_fields
 from tests.tiny_vision_language import tiny_llava
 
 LLAVA = json.loads(CONFIG.read_text())["model_config"]
@@ -52,15 +52,16 @@ def run_file(tmp_path):
     def write(**more) -> Path:
         fields = {
             "model_name_or_path": str(tmp_path / "base"), "dataset_name": str(tmp_path / "rows.jsonl"),
-            "eval_holdout": 8, "per_device_train_batch_size": 8,
-            "gradient_cache_chunk_size": 3, "max_steps": 4, "save_steps": 2,
-            "use_lora": True, "lora_r": 4, "lora_dropout": 0.1, "learning_rate": 1e-2, "use_cpu": True,
-            "disable_tqdm": True, "report_to": "none", "output_dir": str(tmp_path / "out"),
+            "eval_holdout": 8, "per_device_train_batch_size": 8, "gradient_cache_chunk_size": 3, "max_steps": 4,
+            "save_steps": 2, "learning_rate": 1e-2, "output_dir": str(tmp_path / "out"), **LORA,
         }  # fmt: skip
-        (tmp_path / "run.json").write_text(json.dumps(fields | more))
-        return tmp_path / "run.json"
+        return write_fields(tmp_path, **fields | more)
 
     return write
+
+
+LORA = {"use_lora": True, "lora_r": 4, "lora_dropout": 0.1}
+NO_LORA = dict.fromkeys(LORA, ...)
 
 
 def adapters(folder: Path) -> dict[str, torch.Tensor]:
@@ -86,11 +87,8 @@ def test_a_folder_that_another_run_ended_in_holds_the_new_model_alone(run_file, 
     """Whole weights below adapters of an earlier run, or adapters beside another base's weights, load as neither."""
 
     def train(folder: Path, has_adapters: bool) -> torch.Tensor:
-        path = run_file(output_dir=str(folder), save_strategy="no", overwrite_output_dir=True)
-        if not has_adapters:
-            kept = {name: value for name, value in json.loads(path.read_text()).items() if "lora" not in name}
-            path.write_text(json.dumps(kept))
-        main(path)
+        more = {} if has_adapters else NO_LORA
+        main(run_file(output_dir=str(folder), save_strategy="no", overwrite_output_dir=True, **more))
         return SentenceTransformer(str(folder), device="cpu").encode(["a b"])[0]
 
     twice = tmp_path / "twice"
@@ -272,10 +270,8 @@ def test_the_folder_of_a_vision_language_model_with_adapters_loads_as_printed_an
     build_model(RunConfig(task="image-text-to-text", model_config=LLAVA), processor).save_pretrained(tmp_path / "base")
     processor.save_pretrained(tmp_path / "base")
     more = {"use_lora": True, "max_steps": 2, "learning_rate": 1e-2, "eval_on_start": False}
-    start = {"model_name_or_path": str(tmp_path / "base"), "model_config": None, "stages": None}
-    fields = json.loads(write_config(tmp_path, **start, **more).read_text())
-    (tmp_path / "run.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
-    main(tmp_path / "run.json")
+    start = {"model_name_or_path": str(tmp_path / "base"), "model_config": ..., "stages": ...}
+    main(write_config(tmp_path, **start, **more))
     saves = "import torch; torch.save({k: v for k, v in model.named_parameters() if 'lora_B' in k}, 'printed.pt')"
     load_as_printed(capsys.readouterr().out, saves, tmp_path)
     printed = torch.load(tmp_path / "printed.pt")
@@ -459,11 +455,7 @@ def test_adapters_on_a_base_that_changed_are_neither_resumed_nor_merged(run_file
 
 def test_adapters_of_a_model_that_is_in_no_folder_end_merged(run_file, tmp_path):
     start = {"model_config": model_config("bert"), "tokenizer_name": str(tmp_path / "base"), "max_steps": 2}
-    path = run_file(**start)
-    fields = json.loads(path.read_text())
-    del fields["model_name_or_path"]
-    path.write_text(json.dumps(fields))
-    main(path)
+    main(run_file(**start, model_name_or_path=...))
     assert not (tmp_path / "out" / "adapter_config.json").exists()
     assert loaded(tmp_path / "out").config.num_hidden_layers == 2
 
@@ -495,12 +487,8 @@ def test_every_kind_of_stage_of_an_embedding_model_ends_with_a_whole_folder(run_
     lora, projection = {"use_lora": True, "lora_r": 4}, {"trainable_modules": ["projection"]}
     kinds = {"whole": {}, "adapters": lora, "both": lora | projection, "projection": projection, "last": lora}
     listed = [{"name": name, "max_steps": 2} | more for name, more in kinds.items()]
-    path = run_file(**SERVED, stages=listed, projection_dim=8, save_strategy="no", normalize=True)
-    fields = json.loads(path.read_text())
-    path.write_text(
-        json.dumps({k: v for k, v in fields.items() if k not in ("use_lora", "lora_r", "lora_dropout", "lora_alpha")})
-    )
-    main(path)
+    served = SERVED | NO_LORA | {"lora_alpha": ...}
+    main(run_file(**served, stages=listed, projection_dim=8, save_strategy="no", normalize=True))
     out = tmp_path / "out"
     folders = [out / f"stage_{i}_{name}" for i, name in enumerate(kinds)][:-1] + [out]
     states = [loaded(folder).state_dict() for folder in folders]
@@ -522,9 +510,7 @@ def test_every_kind_of_stage_of_an_embedding_model_ends_with_a_whole_folder(run_
 
 def test_after_a_stage_of_adapters_over_half_precision_all_weights_train_in_float32(run_file, tmp_path):
     stages = [{"name": "adapters", "use_lora": True, "lora_r": 4}, {"name": "whole"}]
-    path = run_file(bf16=True, stages=stages, max_steps=2, save_strategy="no")
-    fields = json.loads(path.read_text())
-    path.write_text(json.dumps({name: value for name, value in fields.items() if "lora" not in name}))
+    path = run_file(bf16=True, stages=stages, max_steps=2, save_strategy="no", **NO_LORA)
     in_half_precision(tmp_path / "base")
     main(path)
     folders = tmp_path / "out" / "stage_0_adapters", tmp_path / "out"
@@ -575,10 +561,7 @@ def test_a_projector_trains_whole_beside_adapters(run_file, tmp_path):
         "trainable_modules": ["projector"], "gradient_cache_chunk_size": ..., "eval_holdout": ...,
         "max_eval_samples": 4,
     }  # fmt: skip
-    path = run_file(**{name: value for name, value in fields.items() if value is not ...})
-    given = {k: v for k, v in json.loads(path.read_text()).items() if fields.get(k) is not ...}
-    path.write_text(json.dumps(given))
-    main(path)
+    main(run_file(**fields))
     checkpoint = load_file(tmp_path / "out" / "checkpoint-4" / "trainable.safetensors")
     kinds = {"lora" if "lora_" in name else "projector" if "projector" in name else name for name in checkpoint}
     assert kinds == {"lora", "projector"}

@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_dist_ext.checkpoints.merge import merge
 from tests.tasks.test_stages import main
-from tests.tiny_models import embedding_model, loaded, model_config, tiny_pairs, tiny_tokenizer
+from tests.tiny_models import embedding_model, loaded, model_config, tiny_pairs, tiny_tokenizer, write_fields
 
 TEXTS = ["parse a date", "read text file into list of lines"]
 PROMPTS = {"query": "search : ", "document": "file : "}
@@ -23,13 +23,10 @@ def write_run(folder: Path, **more) -> Path:
     data = tiny_pairs(folder)
     del data["tokenizer_name"]
     fields = data | {
-        "per_device_train_batch_size": 8,
-        "gradient_cache_chunk_size": 3, "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2,
-        "eval_holdout": 8, "output_dir": str(folder / "out"), "use_cpu": True, "disable_tqdm": True,
-        "report_to": "none",
+        "per_device_train_batch_size": 8, "gradient_cache_chunk_size": 3, "max_steps": 4, "save_steps": 2,
+        "learning_rate": 1e-2, "eval_holdout": 8, "output_dir": str(folder / "out"),
     }  # fmt: skip
-    (folder / "run.json").write_text(json.dumps(fields | more))
-    return folder / "run.json"
+    return write_fields(folder, **fields | more)
 
 
 def resumed(path: Path, folder: Path) -> dict[str, torch.Tensor]:

@@ -10,47 +10,19 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
-from transformers import (
-    AutoProcessor,
-    CLIPConfig,
-    CLIPImageProcessorPil,
-    CLIPModel,
-    CLIPProcessor,
-    SiglipConfig,
-    SiglipImageProcessorPil,
-    SiglipModel,
-    SiglipProcessor,
-)
+from transformers import AutoProcessor, CLIPModel, SiglipModel
 
 from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.tasks.rows import read_rows
 from tests.tasks.test_stages import main
-from tests.tiny_models import SPECIAL_IDS, WORDS, loaded, tiny_tokenizer
-
-LAYERS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-TEXT = {**LAYERS, "vocab_size": 32, "max_position_embeddings": 16, **SPECIAL_IDS}
-VISION = {**LAYERS, "image_size": 16, "patch_size": 8}
-
-
-def dual_encoder(family: str, folder: Path) -> None:
-    """A model folder as the hub has them: one model of both towers, one processor."""
-    torch.manual_seed(0)
-    size, tokenizer = {"height": 16, "width": 16}, tiny_tokenizer(max_length=16)
-    if family == "clip":
-        model = CLIPModel(CLIPConfig(text_config=TEXT, vision_config=VISION, projection_dim=16))
-        processor = CLIPProcessor(CLIPImageProcessorPil(size=size, crop_size=size), tokenizer)
-    else:
-        model = SiglipModel(SiglipConfig(text_config=TEXT | {"projection_size": 32}, vision_config=VISION))
-        processor = SiglipProcessor(SiglipImageProcessorPil(size=size), tokenizer)
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
+from tests.tiny_models import WORDS, loaded, of_dual_encoder, save_dual_encoder, write_fields
 
 
 @pytest.fixture
 def run_file(tmp_path):
     def write(family: str = "clip", rows: list | None = None, **more) -> Path:
-        dual_encoder(family, tmp_path / "model")
+        save_dual_encoder(family, tmp_path / "model")
         (tmp_path / "pictures").mkdir(exist_ok=True)
         given = []
         for number in range(24):
@@ -63,12 +35,10 @@ def run_file(tmp_path):
             "model_name_or_path": str(tmp_path / "model"), "dataset_name": str(tmp_path / "pairs.jsonl"),
             "columns": {"query": "caption", "positive": "file"}, "image_columns": ["positive"],
             "image_folder": str(tmp_path / "pictures"), "trainable_modules": ["text"], "eval_holdout": 8,
-            "per_device_train_batch_size": 8,
-            "gradient_cache_chunk_size": 3, "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2,
-            "output_dir": str(tmp_path / "out"), "use_cpu": True, "disable_tqdm": True, "report_to": "none",
+            "per_device_train_batch_size": 8, "gradient_cache_chunk_size": 3, "max_steps": 4, "save_steps": 2,
+            "learning_rate": 1e-2, "output_dir": str(tmp_path / "out"),
         }  # fmt: skip
-        (tmp_path / "run.json").write_text(json.dumps(fields | more))
-        return tmp_path / "run.json"
+        return write_fields(tmp_path, **fields | more)
 
     return write
 
@@ -96,11 +66,7 @@ def test_one_tower_trains_and_the_other_stays_bit_identical(run_file, tmp_path, 
 
 @pytest.mark.parametrize("frozen, trained", [("vision", "text"), ("language", "image")])
 def test_groups_freeze_the_towers_of_a_dual_encoder(run_file, tmp_path, frozen, trained):
-    path = run_file(frozen_modules=[frozen], max_steps=1, save_strategy="no")
-    fields = json.loads(path.read_text())
-    del fields["trainable_modules"]
-    path.write_text(json.dumps(fields))
-    main(path)
+    main(run_file(trainable_modules=..., frozen_modules=[frozen], max_steps=1, save_strategy="no"))
     before = CLIPModel.from_pretrained(tmp_path / "model").state_dict()
     assert moved_towers(before, weights_of(tmp_path / "out")) == {trained}
 
@@ -117,10 +83,8 @@ def test_a_run_of_towers_is_resumed_and_ends_with_the_same_weights(run_file, tmp
 
 def test_adapters_on_towers_end_merged_in_a_run_and_in_every_stage(run_file, tmp_path):
     lora = {"use_lora": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"]}
-    single = json.loads(run_file(max_steps=2, save_strategy="no").read_text())
-    del single["trainable_modules"]
-    (tmp_path / "run.json").write_text(json.dumps(single | lora))
-    main(tmp_path / "run.json")
+    single = {"max_steps": 2, "save_strategy": "no", "trainable_modules": ...}
+    main(run_file(**single, **lora))
     alone = weights_of(tmp_path / "out")
     kinds = {
         "adapters": lora,
@@ -128,8 +92,7 @@ def test_adapters_on_towers_end_merged_in_a_run_and_in_every_stage(run_file, tmp
         "both": lora | {"trainable_modules": ["image"]},
     }
     listed = [{"name": name, "max_steps": 2} | more for name, more in kinds.items()]
-    (tmp_path / "run.json").write_text(json.dumps(single | {"stages": listed, "output_dir": str(tmp_path / "staged")}))
-    main(tmp_path / "run.json")
+    main(run_file(**single, stages=listed, output_dir=str(tmp_path / "staged")))
     folders = [tmp_path / "staged" / name for name in ("stage_0_adapters", "stage_1_text", ".")]
     first, second, last = (weights_of(folder) for folder in folders)
     assert alone.keys() == first.keys() == last.keys()
@@ -153,7 +116,7 @@ def test_a_folder_of_towers_starts_another_run_and_keeps_its_prompts(run_file, t
 
 
 def test_towers_are_built_from_a_config(run_file, tmp_path):
-    config = {"model_type": "clip", "text_config": TEXT, "vision_config": VISION, "projection_dim": 16}
+    config = of_dual_encoder("clip")[0].to_dict()
     more = {"model_config": config, "model_name_or_path": None, "tokenizer_name": str(tmp_path / "model")}
     main(run_file(max_steps=1, **more))
     model = SentenceTransformer(str(tmp_path / "out"), device="cpu")
@@ -167,6 +130,8 @@ def test_towers_are_built_from_a_config(run_file, tmp_path):
     ({"max_length": 77}, "the model has positions for 16 tokens"),
     ({"trainable_modules": ["txt"]}, "txt"),
     ({"model_config": {"model_type": "bert"}, "model_name_or_path": None}, "the model embeds text only"),
+    ({"model_config": {"model_type": "bert"}, "model_name_or_path": None, "image_columns": None,
+      "columns": {"query": {"text": "caption", "image": "file"}, "positive": "caption"}}, 'column "query" holds pict'),
 ])  # fmt: skip
 def test_what_does_not_fit_is_one_line(run_file, capsys, change, words):
     with pytest.raises(SystemExit):

@@ -13,6 +13,7 @@ from hf_dist_ext.data.digits import WORDS, build_processor
 from hf_dist_ext.planner import devices
 from tests.distributed.forked import launch, train_hf
 from tests.tasks.test_stages import CONFIG, main
+from tests.tiny_models import write_fields
 
 KEPT = ("task", "model_config", "per_device_eval_batch_size")
 
@@ -36,13 +37,11 @@ def run_file(tmp_path):
         fields = {key: value for key, value in json.loads(CONFIG.read_text()).items() if key in KEPT} | {
             "dataset_name": str(tmp_path / "rows.json"), "image_folder": str(tmp_path),
             "tokenizer_name": str(tmp_path / "processor"), "trainable_modules": ["projector"],
-            "per_device_train_batch_size": 2,
-            "train_sampling_strategy": "sequential", "num_train_epochs": 1, "learning_rate": 1e-2, "weight_decay": 0.0,
-            "output_dir": str(tmp_path / "out"), "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
-            "report_to": "none", "logging_steps": 1,
+            "per_device_train_batch_size": 2, "train_sampling_strategy": "sequential", "num_train_epochs": 1,
+            "learning_rate": 1e-2, "weight_decay": 0.0, "output_dir": str(tmp_path / "out"), "save_strategy": "no",
+            "logging_steps": 1,
         }  # fmt: skip
-        (tmp_path / "run.json").write_text(json.dumps(fields | more))
-        return tmp_path / "run.json"
+        return write_fields(tmp_path, **fields | more)
 
     return write
 

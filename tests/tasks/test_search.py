@@ -21,8 +21,7 @@ from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.tasks import search
 from hf_dist_ext.tasks.adapters import adapt
 from hf_dist_ext.tasks.rows import read_rows
-from tests.tasks.test_image_pairs import dual_encoder
-from tests.tiny_models import embedding_model, loaded, model_config
+from tests.tiny_models import embedding_model, loaded, model_config, save_dual_encoder
 
 CAPTIONS = ["parse a date", "read text file", "sort the numbers by key"]
 
@@ -31,7 +30,7 @@ CAPTIONS = ["parse a date", "read text file", "sort the numbers by key"]
 def pairs(tmp_path) -> Path:
     """The folder of a run of towers, with random weights."""
     folder = tmp_path / "index" / "model"
-    dual_encoder("clip", tmp_path / "start")
+    save_dual_encoder("clip", tmp_path / "start")
     model = loaded(tmp_path / "start", normalize=True)
     describe(model, max_length=8, prompts={"query": "search : "})
     model.save_pretrained(str(folder))

@@ -18,7 +18,7 @@ from hf_dist_ext.tasks import embedding, parts
 from hf_dist_ext.tasks.parts import make_arguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.test_train_script import main  # noqa: F401, a fixture
-from tests.tiny_models import WORDS, loaded, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, loaded, model_config, tiny_tokenizer, write_fields
 
 
 @pytest.fixture
@@ -45,12 +45,9 @@ def run_file(tmp_path):
             ],
             "prompts": {"query": "parse "}, "max_length": {"query": 8, "positive": 8, "negative": 6},
             "per_device_train_batch_size": 8, "gradient_cache_chunk_size": 5, "num_train_epochs": 1,
-            "output_dir": str(tmp_path / "out"),
-            "logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "report_to": "none", "save_strategy": "no",
+            "output_dir": str(tmp_path / "out"), "logging_steps": 1, "save_strategy": "no",
         }  # fmt: skip
-        fields = {key: value for key, value in (fields | more).items() if value is not ...}
-        (tmp_path / "run.json").write_text(json.dumps(fields))
-        return str(tmp_path / "run.json")
+        return str(write_fields(tmp_path, **fields | more))
 
     return write
 

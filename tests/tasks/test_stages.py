@@ -16,16 +16,15 @@ from hf_dist_ext.tasks import stages
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import launch, train_hf
 from tests.launching import ROOT
+from tests.tiny_models import write_fields
 
 CONFIG = ROOT / "configs" / "digits_projection.json"
-QUIET = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "logging_steps": 1000}
 EPOCHS = {"captions": 2, "align": 4, "tune": 1}
 
 
 def write_config(folder: Path, **more) -> Path:
-    fields = json.loads(CONFIG.read_text()) | QUIET | {"output_dir": str(folder / "out")} | more
-    (folder / "run.json").write_text(json.dumps(fields))
-    return folder / "run.json"
+    own = {"logging_steps": 1000, "output_dir": str(folder / "out")}
+    return write_fields(folder, **json.loads(CONFIG.read_text()) | own | more)
 
 
 def main(*words) -> None:

@@ -30,7 +30,7 @@ from hf_dist_ext.tasks.encode import main as encode
 from hf_dist_ext.tasks.search import find
 from hf_dist_ext.tasks.serving import load_for_serving
 from tests.tasks.test_stages import main
-from tests.tiny_models import embedding_model, loaded, model_config, tiny_tokenizer
+from tests.tiny_models import embedding_model, loaded, write_fields
 from tests.tiny_processors import FAMILIES, WORDS, picture, tiny_vision_language
 
 COLUMNS = {"query": {"image": "photo", "text": "question"}, "positive": "answer", "negative": "wrong"}
@@ -65,10 +65,9 @@ def run_file(tmp_path):
             "columns": COLUMNS, "image_folder": str(tmp_path / "photos"), "pooling": "last", "eval_holdout": 4,
             "prompts": {"query": "find it", "positive": "", "negative": ""}, "per_device_train_batch_size": 4,
             "gradient_cache_chunk_size": 3, "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2,
-            "output_dir": str(tmp_path / "out"), "use_cpu": True, "disable_tqdm": True, "report_to": "none",
+            "output_dir": str(tmp_path / "out"),
         }  # fmt: skip
-        (tmp_path / "run.json").write_text(json.dumps(fields | more))
-        return tmp_path / "run.json"
+        return write_fields(tmp_path, **fields | more)
 
     return write
 
@@ -212,15 +211,12 @@ def test_a_run_is_resumed_and_ends_with_the_same_weights(run_file, tmp_path):
 
 
 def test_adapters_lie_on_the_language_part_and_go_on_from_their_folder(run_file, tmp_path):
-    path = run_file(use_lora=True, lora_r=2, save_strategy="no")
-    main(path)
+    main(run_file(use_lora=True, lora_r=2, save_strategy="no"))
     names = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert names and all("language_model" in name for name in names)
     assert_same_elsewhere(tmp_path / "out")
     further = {"model_name_or_path": str(tmp_path / "out"), "output_dir": str(tmp_path / "further")}
-    fields = {key: value for key, value in json.loads(path.read_text()).items() if "lora" not in key}
-    path.write_text(json.dumps(fields | further))
-    main(path)
+    main(run_file(save_strategy="no", **further))
     assert "projector" in changed_parts(tmp_path / "model", tmp_path / "further")
 
 
@@ -230,10 +226,8 @@ def test_options_of_the_processor_stay_with_the_folder(run_file, tmp_path):
     said = json.loads((tmp_path / "out" / "sentence_bert_config.json").read_text())
     assert said["processing_kwargs"] == options and "message" in said["modality_config"]
     assert_same_elsewhere(tmp_path / "out")
-    fields = {"model_name_or_path": str(tmp_path / "out"), "output_dir": str(tmp_path / "further")}
-    path = run_file(max_steps=1, save_strategy="no")
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    main(path)
+    further = {"model_name_or_path": str(tmp_path / "out"), "output_dir": str(tmp_path / "further")}
+    main(run_file(max_steps=1, save_strategy="no", **further))
     again = json.loads((tmp_path / "further" / "sentence_bert_config.json").read_text())
     assert again["processing_kwargs"] == options
 
@@ -313,16 +307,3 @@ def test_a_row_without_text_and_picture_is_named(run_file, tmp_path, capsys):
     with pytest.raises((UsageError, SystemExit)) as caught:
         main(path)
     assert "row 5" in str(caught.value) + capsys.readouterr().err
-
-
-def test_pictures_need_a_model_that_sees_them(run_file, tmp_path, capsys):
-    path = run_file()
-    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    fields = json.loads(path.read_text()) | {
-        "model_config": model_config("bert"), "tokenizer_name": str(tmp_path / "tokenizer")
-    }  # fmt: skip
-    del fields["model_name_or_path"]
-    path.write_text(json.dumps(fields))
-    with pytest.raises((UsageError, SystemExit)) as caught:
-        main(path)
-    assert "holds pictures, but the model embeds text only" in str(caught.value) + capsys.readouterr().err
