@@ -4,7 +4,9 @@ import json
 import random
 from pathlib import Path
 
+import datasets
 import torch
+from PIL import Image
 
 from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 
@@ -66,6 +68,18 @@ def write_mteb(folder: Path, queries: dict, documents: dict, right: dict) -> Pat
     for name, (split, path) in files.items():
         lines += [f"- config_name: {name}", "  data_files:", f"  - split: {split}", f"    path: {path}"]
     (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+    return folder
+
+
+def write_pictures(folder: Path, pictures: list[Image.Image], queries: dict, right: dict) -> Path:
+    """The same of pictures "0", "1", ... in parquet files."""
+    rows = [{"id": str(i), "image": picture} for i, picture in enumerate(pictures)]
+    features = datasets.Features({"id": datasets.Value("string"), "image": datasets.Image()})
+    write_mteb(folder, queries, {"0": ""}, right)
+    datasets.Dataset.from_list(rows, features=features).to_parquet(folder / "corpus.parquet")
+    for name in ("queries", "qrels"):
+        datasets.Dataset.from_json(str(folder / f"{name}.jsonl")).to_parquet(folder / f"{name}.parquet")
+    (folder / "README.md").write_text((folder / "README.md").read_text().replace(".jsonl", ".parquet"))
     return folder
 
 

@@ -14,16 +14,13 @@ from transformers import (
     AutoProcessor,
     BertConfig,
     BertModel,
-    CLIPConfig,
-    CLIPImageProcessor,
     CLIPModel,
-    CLIPProcessor,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3Model,
 )
 
-from tests.tiny_models import SMALL, SPECIAL_IDS, TEXT_CONFIGS, tiny_tokenizer
+from tests.tiny_models import SMALL, TEXT_CONFIGS, of_dual_encoder, tiny_tokenizer
 from tests.tiny_processors import tiny_vision_language
 
 # Without dropout, and with embeddings that are far apart.
@@ -56,14 +53,7 @@ def chat_model(folder: Path) -> SentenceTransformer:
 
 
 def picture_model(folder: Path) -> SentenceTransformer:
-    tokenizer = tiny_tokenizer()
-    layers = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {**layers, "vocab_size": 32, "max_position_embeddings": 40, **SPECIAL_IDS}
-    config = CLIPConfig(
-        text_config=text, vision_config={**layers, "image_size": 16, "patch_size": 8}, projection_dim=8
-    )
-    size = {"height": 16, "width": 16}
-    processor = CLIPProcessor(CLIPImageProcessor(size=size, crop_size=size), tokenizer)
+    config, processor = of_dual_encoder("clip", width=24)
     return SentenceTransformer(modules=[transformer(folder, CLIPModel(config), processor)], device="cpu")
 
 

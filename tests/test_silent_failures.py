@@ -343,8 +343,9 @@ def sharded_run(say, folder: Path, classes: tuple, checkpointing: bool) -> str:
     return "done"
 
 
-def sharded_runs(folder: Path) -> None:
-    found: dict = {"models": {}, "differences": {}}
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory) -> dict:
+    folder, found = tmp_path_factory.mktemp("sharded"), {"models": {}, "differences": {}}
     for name, classes in (("stock", STOCK), ("ours", OURS)):
         ends = []
         for checkpointing in (False, True):
@@ -357,14 +358,7 @@ def sharded_runs(folder: Path) -> None:
         found["moved"] = (
             (ends[0] - torch.cat([p.detach().flatten() for p in with_dropout().parameters()])).abs().max().item()
         )
-    (folder / "found.json").write_text(json.dumps(found))
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("sharded")
-    sharded_runs(folder)
-    return json.loads((folder / "found.json").read_text())
+    return found
 
 
 def test_fsdps_own_checkpointing_recomputes_with_the_same_dropout(sharded):

@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
@@ -148,16 +147,6 @@ def test_a_finished_run_that_is_started_again_keeps_the_figures_of_its_training(
     assert json.loads(metrics.read_text()) == first and first["num_chunks"] > 0
 
 
-def test_a_run_is_resumed_from_its_newest_checkpoint(main, run_file, tmp_path):
-    main(["--config", run_file()])
-    whole = (tmp_path / "out" / "model.safetensors").read_bytes()
-    for name in ("metrics.json", "model.safetensors"):
-        (tmp_path / "out" / name).unlink()
-    shutil.rmtree(tmp_path / "out" / "checkpoint-3")
-    main(["--config", run_file(), "--resume_from_checkpoint", "true"])
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole
-
-
 @pytest.mark.parametrize("moment", ["record", "commit"])
 def test_a_kill_in_the_first_save_is_followed_by_a_start_that_trains(main, run_file, tmp_path, moment):
     """While the files are hashed, and when only the manifest is missing."""
@@ -182,20 +171,6 @@ def test_a_kill_in_the_first_save_is_followed_by_a_start_that_trains(main, run_f
     main([*command, "auto", "--max_steps", "4"])
     lines = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
-
-
-def test_a_stream_is_trained_on_in_the_order_of_the_seed(main, run_file, tmp_path, monkeypatch):
-    seeds, shuffle = [], datasets.IterableDataset.shuffle
-
-    def spied(stream, seed, **more):
-        seeds.append(seed)
-        return shuffle(stream, seed, **more)
-
-    monkeypatch.setattr(datasets.IterableDataset, "shuffle", spied)
-    main(["--config", run_file(streaming=True, eval_holdout=..., max_steps=2, seed=3, data_seed=7)])
-    assert seeds == [7]
-    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert report["contrastive_batch_size"] == 16 and report["after"] == {}
 
 
 @pytest.mark.parametrize("change, words", [

@@ -175,8 +175,7 @@ def test_a_bad_row_of_a_mixed_stream_is_replaced_by_one_of_its_source():
     collate = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"])
     first, second = [[row | {SOURCE: name} for row in pairs({9: None})] for name in ("first", "second")]
     tally = Tally(0)
-    mixed = collate
-    one = BatchMaker(mixed, None, "the streams", tally, can_replace=True)
+    one = BatchMaker(collate, None, "the streams", tally, can_replace=True)
     batches = [one(rows) for rows in (first[:8], second[:8], first[8:16])]
     assert batches[2]["ids"]["positive"][1] == collate([first[7]])["ids"]["positive"][0] and tally.count() == 1
 

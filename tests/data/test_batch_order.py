@@ -3,7 +3,6 @@
 from collections import Counter
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -80,17 +79,6 @@ def test_global_batches_of_several_datasets_are_those_of_their_samplers(kind, dr
     sampler = sampler_of(args, mixture(), COLLATOR, WINDOW)
     for epoch in (0, 1, 0):
         assert global_batches(sampler, epoch, processes) == by_theirs(kind, drop_last, epoch)
-
-
-def test_what_the_names_promise_holds():
-    of_row = np.repeat([0, 1, 2], [*SIZES.values()])
-    args = arguments(multi_dataset_batch_sampler="proportional", batch_sampler="batch_sampler")
-    batches = global_batches(sampler_of(args, mixture(), COLLATOR, WINDOW), 0, 1)
-    assert sorted(row for rows in batches for row in rows) == list(range(sum(SIZES.values())))
-    assert all(len({of_row[row] for row in rows}) == 1 for rows in batches)
-    args.multi_dataset_batch_sampler = "round_robin"
-    batches = global_batches(sampler_of(args, mixture(), COLLATOR, WINDOW), 0, 1)
-    assert [of_row[rows[0]] for rows in batches] == [0, 1, 2], "until one is at its end"
 
 
 @pytest.mark.parametrize("kind", ["proportional", None])

@@ -3,14 +3,13 @@
 import gzip
 import json
 
-import datasets
 import numpy as np
 import pytest
 from PIL import Image
 
 from hf_dist_ext.data import read_evaluations
 from hf_dist_ext.errors import UsageError
-from tests.retrieval_data import corpus, write_beir, write_lines, write_mteb
+from tests.retrieval_data import corpus, write_beir, write_lines, write_mteb, write_pictures
 
 
 def read(path, **more):
@@ -86,16 +85,8 @@ def test_a_folder_that_has_changed_is_read_again(tmp_path):
 
 
 def test_a_corpus_may_be_pictures(tmp_path):
-    features = datasets.Features({"id": datasets.Value("string"), "image": datasets.Image()})
-    rows = [{"id": str(i), "image": Image.new("RGB", (4, 4), (i, 0, 0))} for i in range(3)]
-    folder = tmp_path / "pictures"
-    folder.mkdir()
-    datasets.Dataset.from_list(rows, features=features).to_parquet(folder / "corpus.parquet")
-    write_mteb(folder, {"q": "red"}, {"1": ""}, {"q": ["1"]})
-    for name in ("queries", "qrels"):
-        datasets.Dataset.from_json(str(folder / f"{name}.jsonl")).to_parquet(folder / f"{name}.parquet")
-    (folder / "README.md").write_text((folder / "README.md").read_text().replace(".jsonl", ".parquet"))
-    data = read(folder)
+    pictures = [Image.new("RGB", (4, 4), (i, 0, 0)) for i in range(3)]
+    data = read(write_pictures(tmp_path / "pictures", pictures, {"q": "red"}, {"q": ["1"]}))
     assert [image.getpixel((0, 0))[0] for image in data.documents.take([2, 0])] == [2, 0]
     assert data.links.tolist() == [[0, 1]] and data.documents.lengths.tolist() == [0, 0, 0]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from PIL import Image
 
 from hf_dist_ext.data import storage
 from hf_dist_ext.data.load import load_datasets
@@ -97,8 +98,6 @@ def test_the_slurm_script_requeues_a_job_whose_storage_hung(tmp_path, code, is_q
 
 
 def load_pictures(tmp_path, names, max_bad_rows=0, **options):
-    from PIL import Image
-
     (tmp_path / "in").mkdir(exist_ok=True)
     for file in ("secret.png", "in/a.png", "in/b.png"):
         Image.new("RGB", (4, 4)).save(tmp_path / file)
@@ -115,8 +114,6 @@ def load_pictures(tmp_path, names, max_bad_rows=0, **options):
 
 @pytest.mark.parametrize("folder, name", [("pictures", "a.png"), (None, "pictures/a.png"), (None, "~/pictures/a.png")])
 def test_a_relative_name_is_the_picture_of_the_present_folder(tmp_path, monkeypatch, folder, name):
-    from PIL import Image
-
     rows = str(tmp_path / "rows.jsonl")
     Path(rows).write_text(json.dumps({"query": "text", "positive": name}))
     run = RunConfig(dataset_name=rows, image_columns=["positive"], image_folder=folder)

@@ -138,15 +138,6 @@ def test_a_shard_that_was_read_is_not_opened_again(tmp_path, monkeypatch):
     assert {row // 10 for row in read_rows(tmp_path / "log")} <= {4, 5, 6, 7}
 
 
-def test_a_shuffle_buffer_mixes_shards_and_rows_and_resumes_without_reading_again(whole, caplog):
-    with caplog.at_level(logging.WARNING):
-        assert goes_on(whole("shuffled"), "shuffled", 5)
-    assert "read again" not in caplog.text
-    order = whole("shuffled")[1]
-    assert order[:ROWS] != order[ROWS : 2 * ROWS], "every epoch has an order of its own"
-    assert order[:ROWS] != whole("plain")[1][:ROWS]
-
-
 def test_a_shuffle_buffer_mixes_every_block_of_every_reader_and_epoch_in_a_way_of_its_own():
     stream = table(96).to_iterable_dataset(num_shards=2).shuffle(seed=3, buffer_size=16)  # blocks of 8 rows
     epochs = dealt(stream, window=96)

@@ -1,7 +1,5 @@
 """Rows of local data are as long in a plan as training cuts them."""
 
-import csv
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +14,7 @@ from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Case
 from hf_dist_ext.planner.traced import config_of, traced
 from hf_dist_ext.planner.traffic import arithmetic
+from tests.data import test_load
 from tests.parity.memory_table import CLIP, SIGLIP
 from tests.planner.test_choose import make_run  # noqa: F401, a fixture
 from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
@@ -28,13 +27,8 @@ PROMPTS = {"query": "search file : "}
 def write(path: Path, rows) -> str:
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=50)
-    elif path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
     else:
-        path.write_text(json.dumps(rows) if path.suffix == ".json" else "\n".join(map(json.dumps, rows)))
+        test_load.write(path, rows)
     return str(path)
 
 

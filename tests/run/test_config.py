@@ -530,9 +530,6 @@ def test_both_names_of_activation_checkpointing_are_one_field(load, recwarn):
             load(gradient_checkpointing=True, activation_checkpointing=False)
 
 
-def test_a_scale_in_the_place_of_a_temperature_is_recognized(tmp_path):
-    (tmp_path / "run.json").write_text(json.dumps(MINIMAL))
-    words = ["--config", str(tmp_path / "run.json"), "--temperature", "20"]
-    with pytest.raises(UsageError, match="1 / scale: 0.05"):
-        load_run(words)
-    assert load_run([*words, "--normalize", "false"]).options.temperature == 20  # scores of any size
+def test_a_scale_in_the_place_of_a_temperature_is_recognized(load):
+    assert "1 / scale: 0.05" in error_of(load, temperature=20)
+    assert load(temperature=20, normalize=False).options.temperature == 20  # scores of any size

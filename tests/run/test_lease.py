@@ -45,6 +45,14 @@ def holder(tmp_path):
         yield process
 
 
+def refusal(folder: Path, *before: str, **more: str) -> str:
+    """What a second run says that is refused."""
+    second = start(HOLD, folder, *before, **more)
+    _, words = second.communicate("", timeout=60)
+    assert second.returncode == 1
+    return words
+
+
 def content(folder: Path) -> dict:
     return json.loads((folder / lease.NAME).read_text())
 
@@ -95,9 +103,7 @@ def test_a_run_in_another_process_namespace_is_refused_too(tmp_path):
     try:
         assert first.stdout.readline() == "held\n" and content(tmp_path)["pid"] == 1
         for other in (NAMESPACE, ()):
-            second = start(HOLD, tmp_path, *other)
-            _, words = second.communicate("", timeout=20)
-            assert second.returncode == 1 and "in use by process 1 on" in words
+            assert "in use by process 1 on" in refusal(tmp_path, *other)
         first.communicate("", timeout=20)
         with holding(tmp_path):
             pass
@@ -121,9 +127,8 @@ def test_a_token_that_no_launcher_wrote_there_shares_nothing(tmp_path):
     """Two runs that a process of a third run has started, for one folder."""
     with holding(tmp_path, **{lease.TOKEN: "of another folder"}) as first:
         assert content(tmp_path)["token"] != "of another folder"
-        second = start(HOLD, tmp_path, **{lease.TOKEN: "of another folder"})
-        _, words = second.communicate("", timeout=60)
-        assert second.returncode == 1 and f"in use by process {first.pid}" in words
+        words = refusal(tmp_path, **{lease.TOKEN: "of another folder"})
+        assert f"in use by process {first.pid}" in words
         first.communicate("", timeout=60)
 
 
@@ -162,18 +167,9 @@ def test_a_folder_that_is_emptied_under_its_owner_is_locked_again(tmp_path):
     held = lease.take(tmp_path)
     (tmp_path / lease.NAME).unlink()
     lease.check()
-    with holding_fails(tmp_path):
-        pass
+    assert f"in use by process {os.getpid()}" in refusal(tmp_path)
     held.release()
     assert list(tmp_path.iterdir()) == []
-
-
-@contextlib.contextmanager
-def holding_fails(folder: Path):
-    second = start(HOLD, folder)
-    _, words = second.communicate("", timeout=20)
-    assert f"in use by process {os.getpid()}" in words
-    yield
 
 
 def test_an_owner_whose_file_was_deleted_does_not_write_beside_the_next_one(tmp_path):

@@ -201,11 +201,13 @@ LATIN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*LATIN, "torn.txt.gz", "plain.csv.gz"])
+@pytest.mark.parametrize("name", [*LATIN, "a.txt.gz", "torn.txt.gz", "plain.csv.gz"])
 def test_a_file_that_is_no_text_is_told_with_its_place(tmp_path, name):
-    content = LATIN.get(name, "").encode("latin-1")
+    content = LATIN.get(name.removesuffix(".gz"), "").encode("latin-1")
     words = rf"{re.escape(name)}.* is not UTF-8 text: line 2, byte {content.find(0xE9)} of the file is 0xe9"
-    if name.endswith(".gz"):
+    if name == "a.txt.gz":
+        content = gzip.compress(content)
+    elif name.endswith(".gz"):
         content = gzip.compress(bytes(range(32, 127)) * 9)[:60] if name.startswith("torn") else b"id,text"
         words = rf"{re.escape(name)}.* cannot be unpacked: .* Give a whole .gz file"
     (tmp_path / name).write_bytes(content)
@@ -258,8 +260,6 @@ def test_a_launchers_processes_are_told_of_the_commands_own(folder, monkeypatch)
     ({"data": "lines.txt", "column": "text"}, "has no columns"),
     ({"data": "nulls.jsonl", "column": "a"}, r'row 1 \(counted from 0\): column "a" is null'),
     ({"data": "nulls.jsonl"}, "text columns a, b. Name one as --column"),
-    ({"data": "latin.jsonl"}, '"latin.jsonl" is not UTF-8 text: line 2, byte 19 of the file is 0xe9. Save'),
-    ({"data": "latin.txt"}, '"latin.txt" is not UTF-8 text: line 2, byte 5 of the file is 0xe9. Save it as UTF-8'),
     ({"data": "pictures"}, "model embeds no pictures"),
     ({"data": "pictures", "column": "a"}, "folder of pictures"),
 ])  # fmt: skip
@@ -268,8 +268,6 @@ def test_what_cannot_be_is_one_line(folder, pictures, monkeypatch, change, words
     np.save("there.npy", np.zeros((2, 3)))
     Path("lines.txt").write_text("parse")
     Path("nulls.jsonl").write_text('{"a": "x", "b": "y"}\n{"a": null, "b": "y"}\n')
-    Path("latin.jsonl").write_bytes(b'{"a": "x"}\n{"a": "x\xe9"}\n')
-    Path("latin.txt").write_bytes(b"a\ncaf\xe9\n")
     given = {"model": "model", "data": "rows.jsonl", "output": "out.npy"} | change
     with pytest.raises(UsageError, match=words):
         encode.main(Encode(**given))

@@ -3,11 +3,10 @@
 import json
 from pathlib import Path
 
-import datasets
 import pytest
 from PIL import Image
 
-from tests.retrieval_data import corpus, write_beir, write_mteb, write_rows
+from tests.retrieval_data import corpus, write_beir, write_pictures, write_rows
 from tests.tasks.test_image_pairs import run_file as pairs_file  # noqa: F401, a fixture
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
 
@@ -79,15 +78,9 @@ def test_a_wrong_entry_ends_the_run_with_one_line(main, run_file, tmp_path, caps
 
 def test_words_look_for_pictures(main, pairs_file, tmp_path):  # noqa: F811
     """Queries go to the text tower, a corpus of pictures to the image tower."""
-    folder = tmp_path / "pictures"
-    folder.mkdir()
-    rows = [{"_id": str(i), "image": Image.new("RGB", (20, 20), (i * 10, 255 - i * 10, 80))} for i in range(24)]
-    features = datasets.Features({"_id": datasets.Value("string"), "image": datasets.Image()})
-    datasets.Dataset.from_list(rows, features=features).to_parquet(folder / "corpus.parquet")
-    write_mteb(folder, {"a": "sort the keys", "b": "a list"}, {"0": ""}, {"a": ["3"], "b": ["7"]})
-    for name in ("queries", "qrels"):
-        datasets.Dataset.from_json(str(folder / f"{name}.jsonl")).to_parquet(folder / f"{name}.parquet")
-    (folder / "README.md").write_text((folder / "README.md").read_text().replace(".jsonl", ".parquet"))
+    pictures = [Image.new("RGB", (20, 20), (i * 10, 255 - i * 10, 80)) for i in range(24)]
+    queries, right = {"a": "sort the keys", "b": "a list"}, {"a": ["3"], "b": ["7"]}
+    folder = write_pictures(tmp_path / "pictures", pictures, queries, right)
     given = {"type": "retrieval", "path": str(folder), "mrr_at_k": [24]}
     main(["--config", str(pairs_file(evaluations=[given], max_steps=1, save_strategy="no"))])
     (folder,) = {path.parent for path in tmp_path.rglob("metrics.jsonl")}

@@ -17,6 +17,7 @@ from hf_dist_ext.run.sources import sources_of
 from hf_dist_ext.tasks import embedding, parts
 from hf_dist_ext.tasks.parts import make_arguments
 from hf_dist_ext.training.trainer import DistTrainer
+from tests.retrieval_data import write_beir
 from tests.test_train_script import main  # noqa: F401, a fixture
 from tests.tiny_models import WORDS, loaded, model_config, tiny_tokenizer, write_fields
 
@@ -163,13 +164,8 @@ def test_labels_and_corpora_are_read_with_several_datasets(main, run_file, tmp_p
         return step(self, model, inputs, *more)
 
     monkeypatch.setattr(DistTrainer, "training_step", noting)
-    (tmp_path / "words" / "qrels").mkdir(parents=True)
-    (tmp_path / "words" / "corpus.jsonl").write_text(
-        "\n".join(json.dumps({"_id": w, "text": f"text {w}"}) for w in set(WORDS))
-    )
-    (tmp_path / "words" / "queries.jsonl").write_text("\n".join(json.dumps({"_id": w, "text": w}) for w in set(WORDS)))
-    judged = [f"{w}\t{w}\t1" for w in sorted(set(WORDS))]
-    (tmp_path / "words" / "qrels" / "test.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *judged]))
+    words = {word: word for word in WORDS}
+    write_beir(tmp_path / "words", words, {word: f"text {word}" for word in words}, {word: [word] for word in words})
     corpora = {"type": "retrieval", "name": "words", "path": str(tmp_path / "words")}
     main(["--config", run_file(datasets=given, loss="CoSENTLoss", max_length=8, evaluations=[corpora])])
     assert set(labels) == {"a", "b"} and all(max(of) > 0.1 for of in labels.values())
