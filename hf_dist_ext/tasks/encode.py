@@ -28,12 +28,13 @@ from hf_dist_ext import launched
 from hf_dist_ext.data.storage import reserve
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.tasks.rows import StoredRows, read_rows
-from hf_dist_ext.tasks.serving import load_for_serving, require_devices
+from hf_dist_ext.tasks.serving import load_for_serving, not_written, require_devices, require_new
 
 BATCHES_PER_WINDOW = 128
 ROWS_PER_GROUP = 16_384  # of a parquet file
 DOCUMENT_ROLE = ("document", "passage", "corpus", "positive")  # prompts whose texts have the length of documents
 OF_RANGES = ("int8", "uint8")
+ENDINGS, CONTENT = (".npy", ".parquet"), "embeddings"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def main(asked: Encode) -> None:
             try:
                 _finish(unfinished, output, rows, asked.precision, ranges)  # (3)
             except OSError as error:
-                raise _not_written(output, error) from error
+                raise not_written(output, error) from error
     print(f"{output}: {rows.count} rows, {width} dimensions, {asked.precision}.")
 
 
@@ -89,7 +90,7 @@ def _taken(output: Path, unfinished: Path) -> Iterator[None]:
     try:
         file = unfinished.open("ab")
     except OSError as error:
-        raise _not_written(unfinished, error) from error
+        raise not_written(unfinished, error) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,18 +101,14 @@ def _taken(output: Path, unfinished: Path) -> Iterator[None]:
         except OSError:  # a file system without locks
             pass
         try:
-            _refuse_existing(output)
+            require_new(output, ENDINGS, CONTENT)
             yield
         finally:
             unfinished.unlink(missing_ok=True)
 
 
 def _check(asked: Encode, output: Path) -> None:
-    if output.suffix not in (".npy", ".parquet"):
-        raise UsageError(f"--output {output}: embeddings are written as .npy or .parquet. Give such a name.")
-    if not output.absolute().parent.is_dir():
-        raise UsageError(f"--output {output}: there is no folder {output.absolute().parent}. Make it first.")
-    _refuse_existing(output)
+    require_new(output, ENDINGS, CONTENT)
     for name in ("batch_size", "dims"):
         if (value := getattr(asked, name)) is not None and value < 1:
             raise UsageError(f"--{name} {value} is not a positive number.")
@@ -128,22 +125,13 @@ def _check(asked: Encode, output: Path) -> None:
         )
 
 
-def _refuse_existing(output: Path) -> None:
-    if output.exists():
-        raise UsageError(f"--output {output} exists. Give a new file, or remove it.")
-
-
 def _reserve(unfinished: Path, count: int, width: int) -> None:
     """Room on the disk for all embeddings: without it a full disk would end the process by a signal in the middle."""
     try:
         made = np.lib.format.open_memmap(unfinished, "w+", np.float32, (count, width))
         reserve(unfinished, made.offset + made.nbytes)
     except OSError as error:
-        raise _not_written(unfinished, error) from error
-
-
-def _not_written(path: Path, error: OSError) -> UsageError:
-    return UsageError(f"{path} cannot be written: {error.strerror or error}. Give an --output where there is room.")
+        raise not_written(unfinished, error) from error
 
 
 # (2) ---------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.folders import resolve_folder
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.tasks.search import facts_of_model
-from hf_dist_ext.tasks.serving import load_for_serving, require_devices
+from hf_dist_ext.tasks.serving import load_for_serving, not_written, require_devices, require_new
 
 if TYPE_CHECKING:
     from sentence_transformers import CrossEncoder
@@ -94,19 +94,13 @@ def _names_negatives(asked: Mine) -> bool:
 
 
 def _check(asked: Mine) -> None:
-    output = Path(asked.output)
     if asked.id_column is not None and not _names_negatives(asked):
         raise UsageError(
             "--id_column goes with --output_format triplet or n-tuple, without --include_positives: it leaves out "
             "rows whose negative shares an id."
         )
     require_devices("--use_multi_process", asked.options.get("use_multi_process") or ())
-    if output.suffix not in WRITERS:
-        raise UsageError(f"--output {output}: mined rows are written as .jsonl or .parquet. Give such a name.")
-    if not output.absolute().parent.is_dir():
-        raise UsageError(f"--output {output}: there is no folder {output.absolute().parent}. Make it first.")
-    if output.exists():
-        raise UsageError(f"--output {output} exists. Give a new file, or remove it.")
+    require_new(Path(asked.output), WRITERS, "mined rows")
 
 
 # (1) ---------------------------------------------------------------------------------------------------------------
@@ -193,8 +187,7 @@ def _write(asked: Mine, mined: Dataset, names: dict[str, str]) -> None:
             WRITERS[output.suffix](mined, file)
         unfinished.replace(output)
     except OSError as error:
-        words = error.strerror or error
-        raise UsageError(f"{output} cannot be written: {words}. Give an --output where there is room.") from error
+        raise not_written(output, error) from error
     finally:
         unfinished.unlink(missing_ok=True)
     print(f"{asked.output}: {len(mined)} rows.", end=" " if _names_negatives(asked) else "\n")

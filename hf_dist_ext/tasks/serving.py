@@ -9,7 +9,7 @@ A part of a model, such as a trained projection, is merged into a folder that is
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,20 @@ def require_devices(option: str, names: Sequence[str]) -> None:
             torch.empty(1, device=name)
         except (RuntimeError, AssertionError) as error:
             raise UsageError(f"{option} {name}: {str(error).splitlines()[0]}") from error
+
+
+def require_new(output: Path, endings: Iterable[str], content: str) -> None:
+    """UsageError, before anything is computed, for a file that `content` is not to be written to."""
+    if output.suffix not in endings:
+        raise UsageError(f"--output {output}: {content} are written as {' or '.join(endings)}. Give such a name.")
+    if not output.absolute().parent.is_dir():
+        raise UsageError(f"--output {output}: there is no folder {output.absolute().parent}. Make it first.")
+    if output.exists():
+        raise UsageError(f"--output {output} exists. Give a new file, or remove it.")
+
+
+def not_written(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"{path} cannot be written: {error.strerror or error}. Give an --output where there is room.")
 
 
 def _opened(folder: Path, name: str) -> SentenceTransformer:
