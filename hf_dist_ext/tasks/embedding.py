@@ -97,11 +97,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
     if sources is not None:
         collator = sources.collator(make, prompts, lengths)
     else:
-        label = label_column_of(config, columns_of(train_dataset))
-        collator = make(
-            columns, prompts, lengths, config.id_column, label, label_shape_of(train_dataset, label),
-            takes_negatives_as_columns(config),
-        )  # fmt: skip
+        collator = make(columns, prompts, lengths, config, train_dataset)
     if args.train_batch_size * args.world_size == 1 and len(columns) == NUM_PAIR_COLUMNS and config.loss == "infonce":
         raise UsageError(
             "the batch of all devices is one row (per_device_train_batch_size=1), so no query has a wrong document to "
@@ -305,13 +301,17 @@ def _collator(
     columns: list[str],
     prompts: Mapping[str, str] | None = None,
     lengths: Mapping[str, int | None] | None = None,
-    id_column: str | None = None,
-    label_column: str | None = None,
-    label_shape: tuple[int, ...] | None = None,
-    same_number_of_negatives: bool = False,
+    config: RunConfig | None = None,
+    rows: Any = None,
 ) -> SentenceCollator:
+    """`config`: of the `rows`; None: it reads none itself."""
     has_router = any(isinstance(child, Router) for child in model.children())
     tasks = {column: DOCUMENT if index else QUERY for index, column in enumerate(columns)}
+    own: dict[str, Any] = {}
+    if config is not None:
+        label = label_column_of(config, columns_of(rows))
+        own = {"id_column": config.id_column, "label_column": label, "label_shape": label_shape_of(rows, label)}
+        own["same_number_of_negatives"] = takes_negatives_as_columns(config)
     return SentenceCollator(
         model.preprocess,
         columns,
@@ -321,9 +321,6 @@ def _collator(
         has_positions=isinstance(model, MultiVectorEncoder),
         tokenizer=getattr(model, "tokenizer", None),
         processor=getattr(model, "processor", None),
-        id_column=id_column,
-        label_column=label_column,
-        label_shape=label_shape,
-        same_number_of_negatives=same_number_of_negatives,
         is_of_run=True,
+        **own,
     )

@@ -8,15 +8,13 @@ from typing import Any
 
 from datasets import IterableDataset
 
-from hf_dist_ext.data.collator import label_shape_of
-from hf_dist_ext.data.columns import column_names, columns_of
+from hf_dist_ext.data.columns import column_names
 from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.data.mixture import SOURCE, MixedStream, Mixture, Tagged, shares, tagged_stream
 from hf_dist_ext.data.row_check import column_kind
 from hf_dist_ext.data.sentence_collator import SentenceCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
-from hf_dist_ext.run.parts import label_column_of, takes_negatives_as_columns
 from hf_dist_ext.run.sources import Source, sources_of
 
 
@@ -66,22 +64,14 @@ class LoadedSources:
 
     def collator(self, make: Callable[..., Any], prompts: Mapping[str, str], lengths: Any) -> SentenceCollator:
         """`prompts` and `lengths` are those of the whole run, or of the model; a source's own prompts win. `make`: of
-        columns, prompts, lengths, id_column, label_column, label_shape and same_number_of_negatives."""
+        columns, prompts, lengths, and of a source its fields and rows."""
         collators = {}
         for one in self.loaded:
             own = one.source.config.prompts
             if own is None or own is self.config.prompts:
                 own = _of_columns("prompts", prompts, one.columns, self.columns)
-            label = label_column_of(one.source.config, columns_of(one.train))
-            collators[one.source.name] = make(
-                one.columns,
-                own,
-                _of_columns("max_length", lengths, one.columns, self.columns),
-                one.source.config.id_column,
-                label,
-                label_shape_of(one.train, label),
-                takes_negatives_as_columns(one.source.config),
-            )
+            own_lengths = _of_columns("max_length", lengths, one.columns, self.columns)
+            collators[one.source.name] = make(one.columns, own, own_lengths, one.source.config, one.train)
         return make(self.columns, prompts, lengths).with_sources(collators)
 
     def prompts_to_keep(self) -> dict[str, str]:
