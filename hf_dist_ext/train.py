@@ -189,40 +189,22 @@ def of_first_time(output_dir: Path, report: dict[str, Any]) -> dict[str, Any]:
     return measured | {name: report[name] for name in ("before", "after", "views") if name in report}
 
 
-def views_tables(views: dict) -> list:
-    """A table for every set of dimensions and precisions: figures after training."""
-    from rich.table import Column, Table
-
-    tables: dict[tuple, Table] = {}
-    for figure, of_views in views.items():
-        if tuple(of_views) not in tables:
-            names = Column(overflow="fold")  # they are long, and cut they would all look alike
-            tables[tuple(of_views)] = Table(names, *of_views, title="after training")
-        tables[tuple(of_views)].add_row(figure, *[f"{value:.4f}" for value in of_views.values()])
-    return list(tables.values())
-
-
 def print_end(report: dict, hints: list[str], output_dir: Path, pictures: Sequence[str]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    from hf_dist_ext.training.final_model import kept_lines
+    from hf_dist_ext.training.final_model import kept_lines, tables_of
 
-    table = Table(title="evaluation")
-    for heading in ("", "before", "after"):
-        table.add_column(heading, justify="right" if heading else "left")
-    lives = {f"{stage['name']}: ": stage for stage in report.get("stages", ())} or {"": report}
-    for name, life in lives.items():
-        for metric, after in life["after"].items():
-            cells = [life["before"][metric], after]
-            table.add_row(f"{name}{metric}", *["-" if value is None else f"{value:.4f}" for value in cells])
-    if any(value is not None for value in report["after"].values()):
-        Console().print(table)
-    for life in lives.values():
+    for (title, *columns), rows in tables_of(report).items():
+        names = Column(title, overflow="fold")  # they are long, and cut they would all look alike
+        table = Table(names, *(Column(name, justify="right") for name in columns))
+        for row in rows:
+            table.add_row(*row)
+        if rows:
+            Console().print(table)
+    for life in report.get("stages") or [report]:
         for line in kept_lines(life):
             print(line)
-        for evaluation in views_tables(life.get("views", {})):
-            Console().print(evaluation)
     number = report.get("num_chunks")
     chunks = "" if number is None else f", {number} chunk{'s' * (number != 1)} per step"
     print(f"{report['train_seconds']} s of training{chunks}")

@@ -236,8 +236,7 @@ def section(
         "",
         "    " + "\n    ".join(line.format(folder=folder, quoted=shlex.quote(str(folder))) for line in to_load),
         *_prompts(folder, run),
-        *_metrics(reports, curves.METRICS in pictures),
-        *_views(reports),
+        *_tables(report, reports, curves.METRICS in pictures),
         *([f"\n![The training loss at each logged step.]({curves.LOSS})"] if curves.LOSS in pictures else []),
         *_details("Run file", ["```json", json.dumps(given, indent=2, ensure_ascii=False), "```"]),
         "",
@@ -282,34 +281,16 @@ def _prompts(folder: Path, run: Run) -> list[str]:
     return ["", "| prompt | text before each row |", "|---|---|", *rows] if rows else []
 
 
-def _metrics(lives: Sequence[Mapping[str, Any]], is_drawn: bool) -> list[str]:
-    rows = [
-        f"| {_stage(life)}{metric} | {_figure(life['before'].get(metric))} | {_figure(after)} |"
-        for life in lives
-        for metric, after in life["after"].items()
-        if after is not None
+def _tables(report: Mapping[str, Any], reports: Sequence[Mapping[str, Any]], is_drawn: bool) -> list[str]:
+    (first, *views) = [
+        [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)] if rows else []
+        for head, rows in final_model.tables_of(report).items()
     ]
-    if not rows:
-        return []
-    picture = [f"![The figures of each evaluation, by step.]({curves.METRICS})", ""] if is_drawn else []
-    kept = [f"{line}." for life in lives for line in final_model.kept_lines(life)]
-    head = ["| held out | before | after |", "|---|---|---|"]
-    return ["", "### Before and after", "", *picture, *(["\n".join(kept), ""] if kept else []), *head, *rows]
-
-
-def _views(lives: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A table for every set of dimensions and precisions that was evaluated."""
-    tables: dict[tuple[str, ...], list[str]] = {}
-    for life in lives:
-        for figure, of_views in life.get("views", {}).items():
-            head = f"| after training | {' | '.join(of_views)} |", f"|---|{'---|' * len(of_views)}"
-            rows = tables.setdefault(tuple(of_views), ["", *head])
-            rows.append(f"| {_stage(life)}{figure} | {' | '.join(map(_figure, of_views.values()))} |")
-    return [row for rows in tables.values() for row in rows]
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+    if first:
+        picture = [f"![The figures of each evaluation, by step.]({curves.METRICS})", ""] if is_drawn else []
+        kept = [f"{line}." for life in reports for line in final_model.kept_lines(life)]
+        first = ["### Before and after", "", *picture, *(["\n".join(kept), ""] if kept else []), *first]
+    return [line for table in (first, *views) if table for line in ("", *table)]
 
 
 def _cell(text: str) -> str:
