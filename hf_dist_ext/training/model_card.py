@@ -18,7 +18,6 @@ from importlib import metadata as packages
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers.utils import logging
@@ -29,6 +28,7 @@ from hf_dist_ext.run.files import looks_like_a_path
 from hf_dist_ext.run.sources import BUILT_IN
 from hf_dist_ext.training import curves, final_model
 from hf_dist_ext.training.final_model import GENERATED, is_by_hand
+from hf_dist_ext.training.scaling import device_name
 
 if TYPE_CHECKING:
     from hf_dist_ext.run.config import Run
@@ -67,7 +67,7 @@ class Life:
 
 def life_of(trainer: Any, figures: Sequence[str]) -> Life:
     """Of a DistTrainer that has trained. `figures`: names of the evaluation's that are shown, without "eval_"."""
-    device, rows, lines = trainer.args.device, trainer.eval_dataset, trainer.state.log_history
+    rows, lines = trainer.eval_dataset, trainer.state.log_history
     best = final_model.best_of(trainer.args, trainer.state).get("step")
     sets = [*(rows if isinstance(rows, Mapping) else ()), *evaluators.names_of(trainer.evaluator)]
     return Life(
@@ -76,7 +76,7 @@ def life_of(trainer: Any, figures: Sequence[str]) -> Life:
         evaluations=curves.panels_of(lines, figures, sets, best is not None),
         best_step=best,
         strategy=trainer.strategy.name,
-        device=torch.get_device_module(device).get_device_name(device) if device.type == "cuda" else device.type,
+        device=device_name(trainer.args.device),
         replay_error=max((line["replay_error"] for line in lines if "replay_error" in line), default=None),
         replay_tolerance=getattr(trainer.args, "replay_tolerance", None),
     )
