@@ -165,7 +165,7 @@ def test_kept_embeddings_are_those_of_one_model(tmp_path, model, data):
         (["--use_multi_process", "nonsense"], "--use_multi_process nonsense: "),
         (["--use_faiss"], "Please install `faiss`"),
         (["--id_column", "group", "--output_format", "labeled-list"], "--id_column goes with --output_format triplet"),
-        (["--output", "mined.csv"], "written as .jsonl or .parquet"),
+        (["--output", "mined.csv"], "written as .jsonl or .json or .parquet"),
         (["--output", "no/such/mined.jsonl"], "there is no folder"),
         (["--output", __file__.replace(".py", ".jsonl")], None),
         (["--anchor_column_name", "questoin"], "error: --anchor_column_name: "),
