@@ -138,7 +138,8 @@ def _why_slow(trainer: DistTrainer, figures: Mapping[str, float]) -> list[str]:
 
     args, parameters = trainer.args, list(trainer.model.parameters())
     module = None if args.device.type == "cpu" else torch.get_device_module(args.device)
-    facts = console.Facts(
+    return console.why_slow(
+        figures,
         workers=args.dataloader_num_workers,
         processes=args.world_size,
         device_bytes=module.mem_get_info(args.device)[1] if hasattr(module, "mem_get_info") else 0,
@@ -146,7 +147,6 @@ def _why_slow(trainer: DistTrainer, figures: Mapping[str, float]) -> list[str]:
         trained_parameters=sum(num_elements(p) for p in parameters if p.requires_grad),
         frozen_bytes=sum(num_elements(p) * p.itemsize for p in parameters if not p.requires_grad),
     )
-    return console.why_slow(figures, facts)
 
 
 def loading_beside_a_device(may_have_workers: bool) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -138,25 +137,23 @@ def evaluation_lines(begin: str, logs: dict[str, Any], is_hidden: Callable[[str]
 # ---- what makes a run slow ----
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Of a run. `device_bytes`: memory of one accelerator, 0 for a CPU."""
-
-    workers: int
-    processes: int
-    device_bytes: int
-    is_sharded: bool
-    trained_parameters: int
-    frozen_bytes: int
-
-
-def why_slow(figures: Mapping[str, float], facts: Facts) -> list[str]:
-    """Sentences for what the means of the logged `figures` show; none where nothing stands out."""
+def why_slow(
+    figures: Mapping[str, float],
+    *,
+    workers: int,
+    processes: int,
+    device_bytes: int,
+    is_sharded: bool,
+    trained_parameters: int,
+    frozen_bytes: int,
+) -> list[str]:
+    """Sentences for what the means of the logged `figures` show; none where nothing stands out. `device_bytes`: memory
+    of one accelerator, 0 for a CPU."""
     said = []
     total = sum(value for name, value in figures.items() if name.startswith("seconds_"))
     if total and (share := figures.get("seconds_data", 0.0) / total) > WAITS:
-        said.append(f"waited for data in {share:.0%} of the time: raise dataloader_num_workers (now {facts.workers})")
-    if facts.processes > 1 and total and (share := _reduction(figures) / total) > REDUCES:
+        said.append(f"waited for data in {share:.0%} of the time: raise dataloader_num_workers (now {workers})")
+    if processes > 1 and total and (share := _reduction(figures) / total) > REDUCES:
         said.append(
             f"reducing gradients took {share:.0%} of the time: a larger per_device_train_batch_size makes steps "
             "longer and rarer; ddp_comm_hook (DDP) or reduce_dtype (FSDP) sends half"
@@ -166,10 +163,10 @@ def why_slow(figures: Mapping[str, float], facts: Facts) -> list[str]:
             f"scaling efficiency is {efficiency:.0%}: raise per_device_train_batch_size, and between machines use "
             '"sharding": "HYBRID_SHARD" where FSDP runs'
         )
-    whole = BYTES_OF_ADAMW * facts.trained_parameters + facts.frozen_bytes
-    if facts.is_sharded and whole < SMALL * facts.device_bytes:
+    whole = BYTES_OF_ADAMW * trained_parameters + frozen_bytes
+    if is_sharded and whole < SMALL * device_bytes:
         said.append(
-            f"FSDP gathers a model that takes {whole / 2**30:.1f} GiB of the {facts.device_bytes / 2**30:.0f} GiB of "
+            f"FSDP gathers a model that takes {whole / 2**30:.1f} GiB of the {device_bytes / 2**30:.0f} GiB of "
             'a device with gradients and AdamW: "accelerate_config": "ddp" sends less'
         )
     tokens = figures.get("tokens_per_chunk", HALF_SPEED_TOKENS)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from hf_dist_ext.training import console
-from hf_dist_ext.training.console import Facts, why_slow
+from hf_dist_ext.training.console import why_slow
 from tests.test_train_script import main, run_file  # noqa: F401
 
 GIB = 2**30
@@ -34,13 +34,13 @@ WELL = {
     ({"padding_share": 0.4}, {}, "40% of the computed tokens were padding"),
 ])  # fmt: skip
 def test_a_figure_that_stands_out_is_told_with_the_field_that_changes_it(figures, facts, words):
-    said = why_slow(WELL | figures, Facts(**FACTS | facts))
+    said = why_slow(WELL | figures, **FACTS | facts)
     assert len(said) == (words is not None)
     assert words is None or said[0].startswith(words)
 
 
 def test_figures_that_a_run_does_not_log_say_nothing():
-    assert why_slow({}, Facts(**FACTS)) == why_slow({"loss": 1.0}, Facts(**FACTS | {"is_sharded": True})) == []
+    assert why_slow({}, **FACTS) == why_slow({"loss": 1.0}, **FACTS | {"is_sharded": True}) == []
 
 
 def test_a_run_says_at_its_end_what_made_it_slow(main, run_file, capsys, monkeypatch):  # noqa: F811
@@ -55,7 +55,7 @@ def test_a_long_run_says_it_once_an_hour_of_the_figures_since_the_last_time(main
     heard = []
     monkeypatch.setattr(console, "HOUR", 0)
     monkeypatch.setattr(console, "SHORT", float("inf"))
-    monkeypatch.setattr(console, "why_slow", lambda figures, facts: heard.append(figures.get("loss")) or ["too slow"])
+    monkeypatch.setattr(console, "why_slow", lambda figures, **of: heard.append(figures.get("loss")) or ["too slow"])
     main(["--config", run_file(), "--logging_steps", "1", "--max_steps", "3"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("slow  ", "step "))]
     told = [
