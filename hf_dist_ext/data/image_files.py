@@ -82,7 +82,7 @@ def with_images(dataset: Any, sources: Mapping[str, Any], run: RunConfig, check:
     ]
     for name, feature in (dataset.features or {}).items():
         if isinstance(feature, datasets.Image) and not feature.decode:
-            dataset = dataset.cast_column(name, datasets.Image())
+            dataset = dataset.cast_column(name, datasets.Image(mode=feature.mode))
     named = [sources[column] for column in run.image_columns or () if isinstance(sources[column], str)]
     for source in dict.fromkeys([*beside_texts, *named]):
         dataset = _with_pictures(dataset, source, folder, check, may_lack=source not in named)

@@ -232,7 +232,9 @@ def test_columns_can_be_swapped_and_used_twice(tmp_path, columns, first, streami
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_pictures_that_a_dataset_keeps_undecoded_are_pictures_and_may_take_a_text_columns_name(tmp_path, streaming):
-    features = datasets.Features({"query": datasets.Value("string"), "positive": datasets.Image(decode=False)})
+    features = datasets.Features(
+        {"query": datasets.Value("string"), "positive": datasets.Image(mode="L", decode=False)}
+    )
     rows = datasets.Dataset.from_dict({"query": ["a"] * 3, "positive": [Image.new("RGB", (4, 4))] * 3}, features)
     rows.save_to_disk(str(tmp_path / "rows"))
     for columns in (
@@ -243,7 +245,7 @@ def test_pictures_that_a_dataset_keeps_undecoded_are_pictures_and_may_take_a_tex
         train, _ = load(tmp_path / "rows", streaming=streaming, columns=columns)
         (row, *_) = train
         pictures = [one.get("image") if isinstance(one, dict) else one for one in row.values() if one != "a"]
-        assert [picture.size for picture in pictures] == [(4, 4)]
+        assert [(picture.size, picture.mode) for picture in pictures] == [((4, 4), "L")]
 
 
 def test_an_empty_name_of_a_picture_in_a_stream_is_said(tmp_path):
