@@ -104,8 +104,9 @@ class BatchMaker:
             raise
         except Exception:
             standard, reasons = self._judged(batch)
-            if not any(reasons):
+            if not any(reasons) and not self.can_replace:
                 raise  # of the batch, not of a row
+        # Without a reason it is the batch's, and comes again, or of a row that failed once, as a random crop may.
         return self._made(self._replaced(batch, standard, reasons))
 
     def _made(self, batch: list) -> Any:

@@ -190,6 +190,21 @@ def test_an_error_of_the_batch_and_not_of_a_row_stays_what_it_is():
         BatchMaker(collate, [1, 2, 3], "it", Tally(0), can_replace=True)([0, 1])
 
 
+def test_a_row_that_fails_once_ends_no_run_that_may_replace_rows():
+    class FailsOnce(list):
+        failed = False
+
+        def __getitem__(self, index):
+            if index == 1 and not self.failed:
+                self.failed = True
+                raise ValueError("a random crop does not fit")
+            return super().__getitem__(index)
+
+    assert BatchMaker(list, FailsOnce("abc"), "it", Tally(0), can_replace=True)([0, 1]) == ["a", "b"]
+    with pytest.raises(ValueError, match="does not fit"):
+        BatchMaker(list, FailsOnce("abc"), "it", Tally(0), can_replace=False)([0, 1])
+
+
 def test_healthy_batches_are_the_same_and_carry_their_row_numbers_to_reports_only(tmp_path):
     data = pairs({})
     plain = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"])
