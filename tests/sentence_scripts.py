@@ -27,6 +27,8 @@ from sentence_transformers.multi_vector_encoder.losses import (
 )
 from sentence_transformers.sentence_transformer import evaluation, losses
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, StaticEmbedding
+from sentence_transformers.sentence_transformer.readers import InputExample
+from torch.utils.data import DataLoader
 
 from hf_dist_ext.engine.late_interaction import LateInteractionLoss
 from tests.retrieval_data import texts
@@ -119,11 +121,17 @@ def labelled_pairs(Trainer, Arguments, loss, label, labels):
 
 
 @script()
-def softmax(Trainer, Arguments):
+@script("softmax, of a model that is made", is_made=True)
+def softmax(Trainer, Arguments, is_made=False):
+    """Its evaluator asks the loss for classes."""
     model = SentenceTransformer("bert")
     train_dataset = rows("premise hypothesis", label=CLASSES)
     loss = losses.SoftmaxLoss(model, embedding_dimension=model.get_embedding_dimension(), num_labels=3)
-    return Trainer(model=model, args=Arguments(), train_dataset=train_dataset, loss=loss)
+    examples = [InputExample(texts=[row["premise"], row["hypothesis"]], label=row["label"]) for row in train_dataset]
+    evaluator = evaluation.LabelAccuracyEvaluator(DataLoader(examples, batch_size=3), "nli", softmax_model=loss)
+    args = Arguments(eval_strategy="steps", eval_steps=1, learning_rate=3.0)
+    options = {"model_init": lambda: SentenceTransformer("bert").double()} if is_made else {"model": model}
+    return Trainer(args=args, train_dataset=train_dataset, loss=loss, evaluator=evaluator, **options)
 
 
 @script()

@@ -29,6 +29,7 @@ from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training import compiling, metrics
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.sentence_losses import let_ask
 
 logger = logging.get_logger(__name__)
 
@@ -179,6 +180,7 @@ def check(run: Any) -> None:
             _check_model(run.model, args)
         _check_outputs(model, loss)
         _find_word_embeddings(model, args)
+        let_ask(loss, model)
         _refuse_uneven_negatives(loss, run.data_collator)
     if run.eval_dataset is not None:
         if run.evaluator is not None:

@@ -106,6 +106,13 @@ def scores_embeddings(loss: Any) -> bool:
     return "row_offset" in parameters or takes_any and "sentence_features" not in parameters
 
 
+def let_ask(loss: Any, model: nn.Module) -> None:
+    """Losses that an evaluator may ask: `model` takes the place of the one that they were made with (`model_init`)."""
+    for one in loss.modules() if isinstance(loss, nn.Module) else ():
+        if isinstance(one, SentenceTransformersLoss) and isinstance(getattr(one._stand_in, "model", None), nn.Module):
+            one._stand_in.model = model
+
+
 class AskedChunks(NamedTuple):
     """How many rows, or tokens, go through the model at once; None where a loss does not ask."""
 
@@ -293,6 +300,7 @@ class SentenceTransformersLoss(nn.Module):
                 f"{type(self.loss).__name__} holds {inside[0]!r}, which is of the model, and here a loss sees "
                 "embeddings only. Keep the model as its attribute `model` alone."
             )
+        self._stand_in = stand_in
         return chunks
 
     def _without_guide(self) -> list[_Guide]:
@@ -346,6 +354,8 @@ class _StandIn:
         if VECTORS in features:
             return {"token_embeddings": features[VECTORS], "attention_mask": features[MASK]}
         if self.key not in features:
+            if self.key == "sentence" and not torch.is_grad_enabled():
+                return self.model(features)  # an evaluator asks the loss, as LabelAccuracyEvaluator does
             raise UsageError(
                 "This loss was given to DistTrainer, which took its model out, and reads embeddings since then. Make "
                 "another one of the model for another trainer."
