@@ -104,6 +104,7 @@ def test_the_devices_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
     ({"eval_steps": 2}, "eval_steps=2 has no effect without eval_strategy"),
     ({"eval_strategy": "steps", "save_strategy": "epoch", "load_best_model_at_end": True},
      "requires the save and eval strategy to match, except when --save_strategy=\"best\", but found - Evaluation"),
+    ({"tokenizer_name": ...}, "a model built from model_config needs a tokenizer: set tokenizer_name"),
     ({"tokenizer_name": "./no/such"}, 'tokenizer_name="./no/such": there is no such folder'),
     ({"tokenizer_name": "no-such"}, 'Tokenizer "no-such" is neither a folder here nor available from the hub'),
     ({"tokenizer_name": "tests/task"}, 'available from the hub (OfflineModeIsEnabled). Closest: "tests/tasks". Check'),

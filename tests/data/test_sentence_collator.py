@@ -148,6 +148,20 @@ def test_whatever_the_model_reads_becomes_the_features_of_theirs(models, model, 
     assert len(set(found["ids"][columns[0]].tolist())) == 4, "ids tell values apart"
 
 
+def test_several_negatives_of_a_row_follow_each_other_and_rows_may_have_none(models):
+    given = rows(4)
+    for row, negatives in zip(given, (["a date"], None, [], ["read file", "", "numbers"]), strict=True):
+        row["negative"] = negatives
+    found = SentenceCollator(models["text"].preprocess)(given)
+    expected = models["text"].preprocess(["a date", "read file", "numbers"])
+    assert torch.equal(found["negative"]["input_ids"], expected["input_ids"])
+    assert len(found["ids"]["negative"]) == 3
+    for row in given:
+        row["negative"] = []
+    empty = SentenceCollator(models["text"].preprocess)(given)["negative"]
+    assert empty["input_ids"].shape[0] == 0 == empty["attention_mask"].shape[0]
+
+
 def test_a_reserved_column_is_an_error(models):
     with pytest.raises(UsageError, match='a column "ids", a name that batches need'):
         SentenceCollator(models["text"].preprocess)(rows(ids=str))

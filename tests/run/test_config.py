@@ -253,14 +253,6 @@ def test_a_path_may_begin_in_the_home(load, tmp_path, monkeypatch):
     assert run.options.model_name_or_path == f"{tmp_path}/models" and run.training["output_dir"] == f"{tmp_path}/out"
 
 
-def test_push_to_hub_while_offline_is_refused(load, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    assert load(push_to_hub=True).training["push_to_hub"]
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "HF_HUB_OFFLINE" in error_of(load, push_to_hub=True)
-
-
 CHECKPOINT_FILES = ["model.safetensors", "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"]
 
 

@@ -195,17 +195,8 @@ def test_a_column_that_no_loss_reads_is_not_encoded(main, run_file, tmp_path, mo
     for losses, is_read in ((SUM[1:], False), ([{"loss": "infonce"}, *SUM[1:]], True)):
         seen.clear()
         more = rows if not is_read else [row | {"negative": ["never read"]} for row in rows]
-        main(
-            [
-                "--config",
-                run_file(
-                    losses=losses,
-                    dataset_name=written(tmp_path, "rows", more),
-                    output_dir=str(tmp_path / str(is_read)),
-                    **PLAIN,
-                ),
-            ]
-        )
+        files = {"dataset_name": written(tmp_path, "rows", more), "output_dir": str(tmp_path / str(is_read))}
+        main(["--config", run_file(losses=losses, **files, **PLAIN)])
         found = {tuple(token for token in one if token) for one in seen}
         assert len(found) > 10 and (unread in found) == is_read
 

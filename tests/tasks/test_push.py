@@ -1,10 +1,7 @@
 """`hf-dist push` and `push_to_hub` at the end of a run, to a local server that stands in for the hub."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -23,7 +20,6 @@ from hf_dist_ext.training import model_card
 from hf_dist_ext.training.trainer import DistTrainer
 from tests import hub_server
 from tests.checkpoints import test_trainable
-from tests.launching import ROOT, environment
 from tests.sentence_models import routed_model
 from tests.test_train_script import TEXTS, main, run_file  # noqa: F401, fixtures
 from tests.tiny_models import embedding_model, model_config
@@ -191,16 +187,6 @@ def test_from_python_a_card_that_somebody_wrote_is_pushed_as_it_is(hub, tmp_path
     pushed = hub.commits[hub.branches[REPO, "main"]]
     assert b"generated_from_trainer" in pushed["README.md"], "Trainer's draft, where there is none"
     assert not [name for name in pushed if name.startswith(("checkpoint", "training_args"))]
-
-
-@pytest.mark.slow
-def test_the_command_finds_the_hub_by_its_environment(folder, tmp_path):
-    with hub_server.running(TOKEN) as server:
-        own = {"HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        command = [sys.executable, "-m", "hf_dist_ext.cli", "push", str(folder), REPO]
-        subprocess.run(command, check=True, cwd=ROOT, env=os.environ | environment() | own)
-        pushed = server.commits[server.branches[REPO, "main"]]
-    assert sorted(pushed) == files_of_model(folder) and json.loads(pushed["config.json"])["model_type"] == "bert"
 
 
 def test_the_modules_of_every_route_are_pushed(tmp_path):

@@ -281,7 +281,6 @@ def test_rows_that_share_a_picture_are_held_out_together(run_file, tmp_path):
     ({"columns": {"query": {"text": "question", "sound": "photo"}, "positive": "answer"}}, "It takes {\"text\""),
     ({"columns": {"query": {"text": "question", "image": "foto"}, "positive": "answer"}},
      'has no column "foto". .* Closest: "photo"'),
-    ({"image_folder": "/nowhere"}, 'image_folder="/nowhere" is no folder'),
     ({"processing_kwargs": {"images": {}}}, 'processing_kwargs has no "images"'),
     ({"processing_kwargs": {"video": {}}}, 'processing_kwargs has "video", and rows hold texts and pictures alone'),
 ])  # fmt: skip
