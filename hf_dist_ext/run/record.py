@@ -82,6 +82,12 @@ def resume(folder: Path, overrides: list[str]) -> list[str]:
     if not fields.get("stages") and not resume_or_start({"output_dir": str(path.parent)}):
         given_one = fields.get("resume_from_checkpoint")  # it ended before its first own one
         checkpoint = given_one if isinstance(given_one, str) else "auto"  # true: one of its folder
+        chosen = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir"} & given
+        if (path.parent / "metrics.json").is_file() and not chosen:
+            raise UsageError(
+                f"the run of {path.parent} has ended, and no checkpoint of it is there to go on from. Start a run "
+                "with another output_dir from its model: model_name_or_path is that folder then."
+            )
     more = {"output_dir": str(path.parent), "resume_from_checkpoint": checkpoint} | as_started
     for name, value in more.items():
         words += [] if name in given else [f"--{name}", value]

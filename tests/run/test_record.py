@@ -131,6 +131,16 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_from_the_one_it_was
     assert record.resume(folder, [])[-1] == "auto", "true is no path, but one of the folder, which has none any more"
 
 
+def test_a_finished_run_without_a_checkpoint_is_not_begun_anew_by_a_resume(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = recorded(tmp_path / "out", save_strategy="no")
+    assert record.resume(folder, [])[-1] == "auto", "it was killed before its end"
+    (folder / "metrics.json").write_text("{}")
+    with pytest.raises(UsageError, match="out has ended, and no checkpoint of it is there"):
+        record.resume(folder, [])
+    assert record.resume(folder, ["--overwrite_output_dir"])[-1] == "--overwrite_output_dir"
+
+
 def start(say, run_file: Path) -> str:
     train.main(["--config", str(run_file)])
     return "ended well"
