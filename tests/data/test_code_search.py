@@ -16,7 +16,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import from_run
 from hf_dist_ext.tasks.search import find_functions as search
 from hf_dist_ext.tasks.search import show
-from tests.tiny_models import embedding_model
+from tests.tiny_models import embedding_model, model_config
 
 MODULE = '''
 import functools
@@ -163,8 +163,7 @@ def test_identifiers_are_cut_into_the_words_that_a_docstring_uses(tmp_path):
 
 def test_search_ranks_the_functions_of_a_saved_model(tmp_path, library, capsys):
     tokenizer = train_tokenizer([row["positive"] for row in read_functions(library)], vocab_size=400)
-    config = {"model_type": "bert", "vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1}
-    config |= {"num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 64}
+    config = model_config("bert", vocab_size=len(tokenizer), max_position_embeddings=64)
     torch.manual_seed(0)
     model = embedding_model(config, tokenizer=tokenizer)
     from_run.describe(model, 60, {"query": "def "})

@@ -71,7 +71,7 @@ def test_stages_cannot_be_empty(plan):
 
 def finish(stage):
     folder = Path(stage.training["output_dir"])
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.safetensors").write_text("weights")
     manifest.commit(folder, manifest.record(folder, ["model.safetensors"]), {})
 
@@ -93,9 +93,7 @@ def test_a_run_goes_on_in_the_stage_where_it_stopped(plan):
     save(plan().stages[0], 5)
     assert resumes(plan(*resume)) == resumes(plan(*auto)) == [True, None]
     check_output_dir(plan(*auto).training)
-    finish_again = plan().stages[0]
-    (Path(finish_again.training["output_dir"]) / "model.safetensors").write_text("weights")
-    manifest.commit(finish_again.training["output_dir"], {}, {})
+    finish(plan().stages[0])
     assert resumes(plan(*resume)) == [None, None], "the second stage has no checkpoint yet: it starts"
     torn = Path("out/stage_1_tune/checkpoint-2")
     save(plan().stages[1], 2)
@@ -135,9 +133,7 @@ def test_a_finished_stage_that_the_next_one_needs_and_that_is_gone_is_said(plan,
     again = plan("--resume_from_checkpoint", "out/stage_0_align/checkpoint-5").stages
     assert [stage.is_done for stage in again] == [False, False]
 
-    names = ["model.safetensors"]
-    (Path("out/stage_1_tune") / names[0]).write_text("weights")
-    manifest.commit("out/stage_1_tune", manifest.record(Path("out/stage_1_tune"), names), {})
+    finish(second)
     run = plan(*resume, stages=[*STAGES, {"name": "end"}])
     assert [stage.is_done for stage in run.stages] == [True, True, False], "no later stage starts from the first"
     shutil.rmtree("out/stage_0_align")

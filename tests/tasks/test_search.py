@@ -155,8 +155,7 @@ def test_two_searches_at_a_time_write_an_index_each(pairs, pictures, monkeypatch
 
 def test_a_text_model_searches_the_rows_of_a_file(tmp_path):
     tokenizer = train_tokenizer(CAPTIONS * 5, vocab_size=400)
-    config = {"model_type": "bert", "vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1}
-    config |= {"num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 64}
+    config = model_config("bert", vocab_size=len(tokenizer), max_position_embeddings=64)
     model = embedding_model(config, tokenizer=tokenizer)
     describe(model, max_length=60, prompts={"query": "search ", "document": "text "})
     model.save_pretrained(str(tmp_path / "model"))
