@@ -59,6 +59,7 @@ WITHOUT_LABEL = {
     "MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss", "TripletLoss", "GISTEmbedLoss",
     "MegaBatchMarginLoss", "GlobalOrthogonalRegularizationLoss",
 }  # fmt: skip
+PAIRS_ALONE = {"ContrastiveLoss", "SoftmaxLoss", "MegaBatchMarginLoss"}  # sentence-transformers ends at a third column
 # Those that compare all pairs of the global batch at once.
 ALL_PAIRS = {
     "MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss", "GISTEmbedLoss", "MegaBatchMarginLoss",

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import loss_state
+from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
 from hf_dist_ext.data.sampling import refuse_stream
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.errors import UsageError
@@ -24,6 +25,7 @@ from hf_dist_ext.evaluation import evaluators
 from hf_dist_ext.frozen.groups import module_groups
 from hf_dist_ext.models.embedder import embedder_of, is_of_sentence_transformers
 from hf_dist_ext.policy import TOKENS
+from hf_dist_ext.run.losses import PAIRS_ALONE
 from hf_dist_ext.run.versions import untested
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
@@ -181,7 +183,7 @@ def check(run: Any) -> None:
         _check_outputs(model, loss)
         _find_word_embeddings(model, args)
         let_ask(loss, model)
-        _refuse_uneven_negatives(loss, run.data_collator)
+        _check_columns(loss, run.data_collator)
     if run.eval_dataset is not None:
         if run.evaluator is not None:
             evaluators.check(run.evaluator, model, is_due=args.eval_strategy != "no" or args.eval_on_start)
@@ -319,14 +321,21 @@ def _check_outputs(model: nn.Module, loss: Any) -> None:
         )
 
 
-def _refuse_uneven_negatives(loss: Any, collator: Any) -> None:
-    """Let the collator refuse rows with fewer negatives than others, where the loss takes the k-th of all rows as a
-    column: their numbers may add up to as many for every row, and negatives would be those of another one."""
+def _check_columns(loss: Any, collator: Any) -> None:
+    """No column that the loss would leave out, and theirs refuse. And let the collator refuse
+    rows with fewer negatives than others, where the loss takes the k-th of all rows as a column: their numbers may add
+    up to as many for every row, and negatives would be those of another one."""
     of_sources = {None: collator, **getattr(collator, "sources", {})}
     for source, one in of_sources.items():
         of_source = loss if source is None else loss_of(loss, source)
         if getattr(of_source, "takes_negatives_as_columns", False) and hasattr(one, "same_number_of_negatives"):
             one.same_number_of_negatives = True
+        name, more = getattr(of_source, "name", ""), list(getattr(one, "columns", ()))[NUM_PAIR_COLUMNS:]
+        if name in PAIRS_ALONE and of_source.num_columns is not None and more:
+            raise UsageError(
+                f'{name} reads a pair, and the rows have a column "{more[0]}" beside it. Remove the column, or take a '
+                "loss that reads negatives, such as MultipleNegativesRankingLoss."
+            )
 
 
 def check_rows(dataset: Any, no_duplicates: bool | None, per_device: int, batch: int) -> None:

@@ -276,6 +276,16 @@ def test_a_loss_by_dataset_says_how_rows_to_evaluate_are_given(tmp_path, model):
     assert "eval_near_loss" in made.evaluate({"near": pairs(4)})
 
 
+@pytest.mark.parametrize("loss", [losses.ContrastiveLoss, losses.MegaBatchMarginLoss])
+def test_a_column_that_a_loss_of_pairs_would_leave_out_is_refused(tmp_path, model, loss):
+    """As sentence-transformers' loss does; those that leave it out there do so here."""
+    triples = pairs(8).add_column("negative", pairs(8, 8)["b"])
+    for given in ({}, {"train": {"near": pairs(8), "far": triples}}):
+        with pytest.raises(UsageError, match=f'{loss.__name__} reads a pair.*"negative"'):
+            trainer(tmp_path, model, loss=loss, **({"train": triples} | given))
+    trainer(tmp_path, model, loss=losses.CoSENTLoss, train=triples)
+
+
 def test_an_order_by_lengths_is_refused_before_training(tmp_path, model):
     with pytest.raises(UsageError, match="train_sampling_strategy='group_by_length' orders rows by a length"):
         trainer(tmp_path, model, train_sampling_strategy="group_by_length")
