@@ -147,9 +147,10 @@ def test_an_evaluation_that_a_signal_interrupts_is_made_up_at_the_resume(tmp_pat
     assert torch.equal(weights(whole), weights(resumed))
 
 
-def test_so_is_one_of_an_epoch_whose_last_step_had_its_checkpoint_already(tmp_path):
+@pytest.mark.parametrize("step", [4, 9])
+def test_so_is_one_of_an_epoch_that_ends_with_a_checkpoint_or_with_the_steps(tmp_path, step):
     options = dict(eval_strategy="epoch", save_steps=2, per_device_train_batch_size=12)
-    drawing(tmp_path, SignalAt(4, True), **options).train()
+    drawing(tmp_path, SignalAt(step, True), **options).train()
     resumed = drawing(tmp_path, **options)
     resumed.train(resume_from_checkpoint=True)
     assert [line["step"] for line in resumed.state.log_history if "eval_loss" in line] == [2, 4, 6, 8, 9]
@@ -168,14 +169,6 @@ def test_so_is_that_after_the_last_step_and_the_run_ends_with_the_weights_it_fou
     resumed.train(resume_from_checkpoint=True)
     assert whole.state.best_global_step == resumed.state.best_global_step == last
     assert torch.equal(weights(whole), weights(resumed))
-
-
-def test_so_is_that_of_an_epoch_in_which_the_steps_end(tmp_path):
-    options = dict(eval_strategy="epoch", save_steps=2, per_device_train_batch_size=12)
-    drawing(tmp_path, SignalAt(9, True), **options).train()
-    resumed = drawing(tmp_path, **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert [line["step"] for line in resumed.state.log_history if "eval_loss" in line] == [2, 4, 6, 8, 9]
 
 
 @pytest.mark.parametrize("step", [4, 6])
