@@ -1,7 +1,8 @@
 """A local server that speaks the part of the hub's HTTP interface that pushing and downloading a model need.
 
 Repositories and branches are made, files are asked about, large ones go by LFS (batch, then put), a commit names all
-of them, and what was committed is listed and downloaded. `server.refuses`: words of paths to answer with 403.
+of them, and what was committed is listed and downloaded. `server.refuses`: words of paths to answer with 403;
+`server.is_slow`: half a second passes between the digests of large files and their contents.
 """
 
 import base64
@@ -9,6 +10,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,7 +26,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Hub)
         self.token, self.url = token, f"http://127.0.0.1:{self.server_port}"
         self.branches, self.commits, self.objects = {}, {"0" * 40: {}}, {}
-        self.made, self.refuses, self.put = [], [], []
+        self.made, self.refuses, self.put, self.is_slow = [], [], [], False
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -53,6 +55,7 @@ class Hub(BaseHTTPRequestHandler):
             objects = json.loads(body)["objects"]
             for one in objects:
                 one["actions"] = {"upload": {"href": f"{server.url}/lfs/{one['oid']}"}}
+            time.sleep(0.5 * server.is_slow)
             self.answer({"transfer": "basic", "objects": objects})
         elif found := re.fullmatch(r"/api/models/(.+)/commit/(.+)", path):
             self.commit(*found.groups(), [json.loads(line) for line in body.splitlines()])

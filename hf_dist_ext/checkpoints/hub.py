@@ -124,16 +124,19 @@ def push_checkpoint(run: Any, folder: Path) -> None:
     is_due = args.push_to_hub and args.hub_strategy != HubStrategy.END and (args.hub_always_push or not is_busy)
     if not is_due or not run.is_world_process_zero():
         return
+    run._finish_current_push()  # it reads the files of output_dir, which are written anew here
+    for error in filter(None, (job.exception() for job in before.jobs)) if before else ():
+        logger.warning(f"A push in the middle of the run failed: {error}. The next one sends the newer model.")
     run.callback_handler.on_push_begin(args, run.state, run.control)
     output_dir, repo_id = Path(args.output_dir), str(run.hub_model_id)
-    message, jobs = f"Training in progress, step {run.state.global_step}", before.jobs if is_busy else []
+    message, jobs = f"Training in progress, step {run.state.global_step}", []
     options: dict[str, Any] = {"token": args.hub_token, "revision": args.hub_revision}
     if copy_model(folder, output_dir):
-        jobs = [*jobs, upload(output_dir, repo_id, blocking=False, message=message, **options)]
+        jobs.append(upload(output_dir, repo_id, blocking=False, message=message, **options))
     if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         path = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else folder.name
         options |= {"run_as_future": True, "commit_message": f"{message}, checkpoint"}
-        jobs = [*jobs, HfApi().upload_folder(repo_id=repo_id, folder_path=folder, path_in_repo=path, **options)]
+        jobs.append(HfApi().upload_folder(repo_id=repo_id, folder_path=folder, path_in_repo=path, **options))
     run.push_in_progress = PushInProgress(jobs)
 
 

@@ -26,13 +26,15 @@ def pushes_to(server) -> list[dict[str, bytes]]:
 
 
 def first_push(server, trainer: DistTrainer, folder: Path) -> Path:
-    """The hub's folder after the push of the first checkpoint, which is kept beside it."""
+    """The hub's folder after the push of the first checkpoint, which is kept beside it. The next checkpoint is saved
+    while the hub still reads that push."""
+    server.is_slow = True
     cache = Path(trainer.args.output_dir, "features", "features-1.safetensors")
     cache.parent.mkdir(parents=True)
     cache.write_bytes(b"of the training rows")
     trainer.train()
     trainer._finish_current_push()
-    assert len(pushes_to(server)) == 2, "one per checkpoint"
+    assert len(pushes_to(server)) == 2, "one per checkpoint, whole"
     for push in pushes_to(server):
         assert not [
             name
@@ -86,6 +88,12 @@ def test_a_push_of_what_was_trained_is_merged_as_its_checkpoint_is(tmp_path, hub
     merge(tmp_path / "out" / "checkpoint-2", tmp_path / "saved")
     pushed, saved = (LlamaForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("pushed", "saved"))
     assert all(torch.equal(pushed[name], saved[name]) for name in saved)
+
+
+def test_a_push_that_failed_in_the_middle_of_a_run_is_told(tmp_path, hub, caplog):  # noqa: F811
+    hub.refuses.append("/commit/")
+    test_trainable.make(tmp_path / "out", test_trainable.base(tmp_path), **HUB).train()
+    assert len([line for line in caplog.messages if "push in the middle of the run failed" in line]) == 1
 
 
 def test_with_trainers_own_arguments_no_push_holds_the_token(tmp_path, hub):  # noqa: F811
