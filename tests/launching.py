@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,18 @@ def environment(**more: str) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "TOKENIZERS_PARALLELISM": "false",
     } | more  # fmt: skip
+
+
+def hold_port() -> tuple[socket.socket, int]:
+    """A port of 127.0.0.1 for processes that will meet there, and a socket that holds it until it is closed.
+
+    The socket does not listen, so that a process that is told the port may; the system gives it to none that asks for
+    any port, as the other workers of the tests do all the time.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a store of torch sets it too
+    holder.bind(("127.0.0.1", 0))
+    return holder, holder.getsockname()[1]
 
 
 def launch(

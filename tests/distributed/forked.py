@@ -13,7 +13,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import threading
 import time
@@ -77,9 +76,7 @@ class Run:
         world_size, environment = tables[name] if name in tables else (2, of_preset(name, int(number)))
         world_size = int(number or world_size)
         self.reader, writer = os.pipe()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        self.holder, port = launching.hold_port()
         self.pids, self.logs = [], [log.with_suffix(f".{rank}.log") for rank in range(world_size)]
         for rank in range(world_size):
             if pid := os.fork():
@@ -97,7 +94,7 @@ class Run:
             try:
                 if world_size > 1:
                     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-                    values = (str(rank), str(rank), str(world_size), str(world_size), "127.0.0.1", port)
+                    values = (str(rank), str(rank), str(world_size), str(world_size), "127.0.0.1", str(port))
                     os.environ.update(dict(zip(names, values, strict=True)) | environment)
                 AcceleratorState._reset_state(reset_partial_state=True)  # of a test that ran in this process before
                 say = lambda line, rank=rank: rank == 0 and os.write(writer, f"{line}\n".encode())  # noqa: E731

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -16,7 +15,7 @@ from hf_dist_ext import failures
 from hf_dist_ext.strategies import collectives, consensus
 from tests.distributed import elastic_worker
 from tests.distributed.forked import Run
-from tests.launching import PRESETS, ROOT, environment
+from tests.launching import PRESETS, ROOT, environment, hold_port
 
 WORKER = Path(__file__).with_name("elastic_worker.py")
 
@@ -37,12 +36,6 @@ def check_rows(folder: Path) -> None:
     assert Counter(row for rows in kept for row in rows) == Counter(list(range(32)) * 2)
     assert max(int(step) for step in second[0]["steps"]) == 8
     assert json.loads((folder / "end_0.json").read_text()) == 8
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def live(say, folder: Path, dies: str) -> str:
@@ -106,7 +99,7 @@ def test_accelerate_launch_with_max_restarts_goes_on_from_the_newest_checkpoint(
 @pytest.mark.slow
 def test_torchrun_goes_on_with_one_machine_when_the_other_is_gone(tmp_path):
     """Two launchers on loopback are two machines; the second dies with its process."""
-    port = free_port()
+    holder, port = hold_port()
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1"]
     command += ["--max_restarts", "2", "--monitor_interval", "0.5", "--rdzv_id", "test", "--rdzv_backend", "c10d"]
     command += ["--rdzv_endpoint", f"127.0.0.1:{port}", "--local_addr", "127.0.0.1"]
@@ -123,6 +116,7 @@ def test_torchrun_goes_on_with_one_machine_when_the_other_is_gone(tmp_path):
     finally:
         for machine in machines:
             machine.kill()
+        holder.close()
     logs = "\n".join((tmp_path / f"{name}.log").read_text()[-4000:] for name in ("first", "second"))
     assert codes == [-9, 0], logs
     first, second = lives(tmp_path)

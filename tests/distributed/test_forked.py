@@ -3,15 +3,17 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 
 import pytest
+import torch.distributed as dist
 from tqdm import auto, tqdm
 from tqdm.std import TqdmDefaultWriteLock
 
 from tests.distributed.forked import Run, of_preset
-from tests.launching import environment, launch
+from tests.launching import environment, hold_port, launch
 
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_")
 
@@ -67,3 +69,15 @@ def test_another_child_of_the_process_that_was_killed_is_not_taken_for_one_of_th
 def test_a_process_that_crashes_says_how_and_where(tmp_path):
     with pytest.raises(AssertionError, match=rf"(?s)rank 0 ended with -{signal.SIGSEGV.value}\n.*test_forked.py"):
         Run("single", tmp_path / "log", lambda say: os.kill(os.getpid(), signal.SIGSEGV)).result()
+
+
+def test_a_port_that_is_held_is_for_those_who_were_told_it():
+    holder, port = hold_port()
+    with holder:
+        for _ in range(2):  # one after the other
+            store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+            dist.TCPStore("127.0.0.1", port, is_master=False).set("here", "yes")
+            assert store.get("here") == b"yes"
+            del store
+        with socket.socket() as other, pytest.raises(OSError, match="already in use"):
+            other.bind(("127.0.0.1", port))  # as the system tries it for a process that asks for any port

@@ -1,7 +1,6 @@
 """The presets for several machines, started as such: two launchers on loopback that meet at an address and a port."""
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from hf_dist_ext import failures
 from hf_dist_ext.errors import RunError, UsageError
 from tests.distributed import forked
-from tests.launching import PRESETS, ROOT, environment
+from tests.launching import PRESETS, ROOT, environment, hold_port
 from tests.tiny_models import model_config, tiny_pairs
 
 WORKER = ROOT / "tests" / "parity" / "exactness_worker.py"
@@ -23,12 +22,10 @@ def run_on_two(
     preset: str, processes: int, *options: str, on_second: Sequence[str] = (), codes: Sequence[int] = (0, 0)
 ) -> list[str]:
     """Processes in all -> what the launchers printed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    holder, port = hold_port()
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(PRESETS / f"{preset}.yaml")]
     command += ["--num_machines", "2", "--num_processes", str(processes), "--main_process_ip", "127.0.0.1"]
-    command += ["--main_process_port", port]
+    command += ["--main_process_port", str(port)]
     machines = [
         subprocess.Popen(
             [*command, "--machine_rank", str(machine), *options, *(on_second if machine else ())],
@@ -45,6 +42,7 @@ def run_on_two(
     finally:
         for machine in machines:
             machine.kill()
+        holder.close()
     assert [machine.returncode for machine in machines] == list(codes), "".join(text[-4000:] for text in printed)
     return printed
 
@@ -135,13 +133,11 @@ def test_a_process_that_waits_for_its_group_says_so_and_what_to_check(tmp_path, 
     fields |= {"max_steps": 1, "use_cpu": True, "report_to": "none"}
     (tmp_path / "run.json").write_text(json.dumps(fields))
     (tmp_path / "joins.py").write_text(JOINS.format(limit=200 if comes else 4))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    holder, port = hold_port()
 
     def start(rank: int) -> subprocess.Popen:
         said = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        said |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+        said |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
         command = [sys.executable, str(tmp_path / "joins.py"), "--config", str(tmp_path / "run.json")]
         return subprocess.Popen(
             command, env=environment() | said, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
@@ -158,6 +154,7 @@ def test_a_process_that_waits_for_its_group_says_so_and_what_to_check(tmp_path, 
     finally:
         for one in [first, *others]:
             one.kill()
+        holder.close()
     if comes:
         assert first.returncode == 0 and "devices 2 x cpu, ddp, gloo, float32" in rest
     else:

@@ -20,8 +20,7 @@ from hf_dist_ext.run.preemption import MARK, REQUEUE
 from tests.distributed import failing_worker, nonfinite_worker
 from tests.distributed.forked import Run, look, run_python
 from tests.distributed.memory_worker import statuses
-from tests.distributed.test_elastic import free_port
-from tests.launching import PRESETS, ROOT, environment
+from tests.launching import PRESETS, ROOT, environment, hold_port
 from tests.tiny_models import model_config, tiny_pairs
 
 SCRIPT = ROOT / "scripts" / "train_hf.py"
@@ -48,14 +47,8 @@ class Running:
         command = [sys.executable]
         if launcher == "torchrun":
             command += ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max_restarts", "1"]
-            command += [
-                "--rdzv_backend",
-                "c10d",
-                "--rdzv_endpoint",
-                f"127.0.0.1:{free_port()}",
-                "--local_addr",
-                "127.0.0.1",
-            ]
+            self.holder, port = hold_port()
+            command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--local_addr", "127.0.0.1"]
         elif launcher:
             config = str(PRESETS / f"{launcher}.yaml")
             command += ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
