@@ -1,4 +1,4 @@
-"""`hf-dist audit run.json`: what every process of an audit runs. The audit itself is training/audit.py."""
+"""`hf-dist audit run.json`: what every process of an audit runs. The audit itself is audit/audit.py."""
 
 from __future__ import annotations
 

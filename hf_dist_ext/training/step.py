@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_dist_ext.data.collator import CONSTANTS, CUTS, RESERVED
-from hf_dist_ext.data.mixture import SOURCE
-from hf_dist_ext.data.order import StandIn
+from hf_dist_ext.audit.replay_causes import States, found_causes
+from hf_dist_ext.data.row_facts import RowFacts, split
 from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.engine.false_negatives import RowIds
@@ -49,28 +48,10 @@ from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.rows import EarlyGather, GatheredColumns, row_weight
 from hf_dist_ext.strategies.tensors import loss_parameters
 from hf_dist_ext.training import compiling
-from hf_dist_ext.training.ahead import Cuts
 from hf_dist_ext.training.out_of_memory import empty_cache, is_lack_of_memory
 from hf_dist_ext.training.packing import has_prompt_tokens
-from hf_dist_ext.training.replay_causes import States, found_causes
 from hf_dist_ext.training.running import Running
 from hf_dist_ext.training.sizes import Batch, Layout, StepSizes, names_of_all_ranks
-
-NOT_OF_LOSS = ("row", SOURCE)  # of a batch's ids: for reports
-
-
-class RowFacts(NamedTuple):
-    """What travels with the rows of a batch and never reaches the model.
-
-    ids: column -> (rows,) integers that are equal where texts are.
-    targets: what the loss compares with: "label" -> (B, ...), or column -> (rows of that column, ...).
-    """
-
-    ids: Mapping[str, torch.Tensor] | None
-    targets: Mapping[str, torch.Tensor]
-    source: str | None = None  # of the batch, where there are several
-    cuts: Cuts | None = None  # of the batch, where it was cut when it was made
-    constants: Mapping[str, Mapping[str, Any]] = {}  # column -> what the model is told of it beside features
 
 
 class EvaluatedBatch(NamedTuple):
@@ -420,26 +401,3 @@ class EmbeddingStep:
         weight = row_weight(own[anchor], counts[anchor])
         self._own_loss = loss.detach()
         return loss * weight, {name: value * weight for name, value in metrics.items()}
-
-
-def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.Tensor]], RowFacts]:
-    """The batch's columns, and the reserved `ids` and `targets`."""
-    if not isinstance(inputs, Mapping) or not all(isinstance(value, Mapping) for value in inputs.values()):
-        raise UsageError(
-            "with a loss over embeddings a batch is a mapping column -> features, e.g. "
-            f'{{"query": {{"input_ids": ...}}, "positive": {{...}}}}; got {_shape_of(inputs)}. '
-            "Use hf_dist_ext.data.ContrastiveCollator."
-        )
-    columns = {name: features for name, features in inputs.items() if name not in RESERVED}
-    columns = StandIn(columns) if isinstance(inputs, StandIn) else columns
-    if not columns:
-        raise UsageError(f"a batch needs a column of features, got only {list(inputs)}.")
-    ids = inputs.get("ids")
-    source = (ids or {}).get(SOURCE)
-    ids = ids if ids is None else {name: values for name, values in ids.items() if name not in NOT_OF_LOSS}
-    cuts, constants = inputs.get(CUTS, {}).get("all"), inputs.get(CONSTANTS) or {}
-    return columns, RowFacts(ids, inputs.get("targets") or {}, source, cuts, constants)
-
-
-def _shape_of(inputs: Any) -> str:
-    return f"keys {list(inputs)}" if isinstance(inputs, Mapping) else type(inputs).__name__

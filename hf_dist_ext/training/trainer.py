@@ -25,6 +25,8 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from transformers.utils import logging
 
+from hf_dist_ext.audit import audit
+from hf_dist_ext.audit.audit import AuditReport
 from hf_dist_ext.checkpoints import facts as run_facts
 from hf_dist_ext.checkpoints import hub, loss_state, resume
 from hf_dist_ext.checkpoints.keeper import Keeper
@@ -51,7 +53,6 @@ from hf_dist_ext.strategies.base import Strategy, meanwhile
 from hf_dist_ext.strategies.tensors import bare_optimizer, loss_parameters
 from hf_dist_ext.training import (
     ahead,
-    audit,
     checks,
     compiling,
     learning_rate,
@@ -63,7 +64,6 @@ from hf_dist_ext.training import (
     sentence_trainer,
 )
 from hf_dist_ext.training.arguments import DistTrainingArguments
-from hf_dist_ext.training.audit import AuditReport
 from hf_dist_ext.training.health import EarlyStop, Health, LeaveEvaluation
 from hf_dist_ext.training.meter import OF_OWN_LOSS, PARTS, MetricsFile, Profiler, StepClock, StepMeter
 from hf_dist_ext.training.out_of_memory import FittingSizes

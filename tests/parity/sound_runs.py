@@ -15,10 +15,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from hf_dist_ext.audit.audit import AuditReport  # noqa: E402
 from hf_dist_ext.engine.losses import InfoNCELoss  # noqa: E402
 from hf_dist_ext.errors import RunError  # noqa: E402
 from hf_dist_ext.training.arguments import DistTrainingArguments  # noqa: E402
-from hf_dist_ext.training.audit import AuditReport  # noqa: E402
 from hf_dist_ext.training.trainer import DistTrainer  # noqa: E402
 from tests.parity.exactness_worker import ROUTED, THREE, Case, build_model, collate  # noqa: E402
 

@@ -21,6 +21,7 @@ from transformers import BertConfig, BertModel
 from hf_dist_ext.checkpoints.loss_state import load_loss, save_loss, settings
 from hf_dist_ext.data.load import load_datasets, prepare
 from hf_dist_ext.data.row_check import RowCheck
+from hf_dist_ext.data.row_facts import split
 from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.combined_losses import LossPerSource, SumOfLosses
 from hf_dist_ext.engine.gradient_cache import cached_step
@@ -33,7 +34,6 @@ from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.training import metrics
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss, as_loss, asked_chunks
-from hf_dist_ext.training.step import split
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
 from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_dist_ext.audit.replay_causes import few
 from hf_dist_ext.data.mixture import Mixture
 from hf_dist_ext.data.order import StandIn
+from hf_dist_ext.data.row_facts import split
 from hf_dist_ext.engine.combined_losses import num_columns_of
 from hf_dist_ext.engine.flat import first_rows, num_rows
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.rows import Rows
-from hf_dist_ext.training.replay_causes import few
-from hf_dist_ext.training.step import split
 
 Answer = tuple[bool | None, str]  # whether it is right, None: not looked at; and a note
 SHIFTS = 3  # other arrangements of positives that the loss is asked about

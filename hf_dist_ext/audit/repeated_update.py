@@ -17,11 +17,10 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from hf_dist_ext.audit.plain_step import trained
 from hf_dist_ext.engine.replay import RandomState
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import meanwhile
-from hf_dist_ext.training.meter import StepMeter
-from hf_dist_ext.training.plain_step import trained
 
 MANY = 10**6  # updates
 
@@ -99,7 +98,7 @@ class RepeatedUpdate(TrainerCallback):
         trainer.optimizer, trainer.lr_scheduler = made
         may_pack, trainer.state = trainer.step.sizes.may_pack, state
         trainer.step = trainer._make_step()  # which has measured nothing yet
-        trainer.step.sizes.may_pack, trainer.meter = may_pack, StepMeter(trainer)
+        trainer.step.sizes.may_pack, trainer.meter = may_pack, type(trainer.meter)(trainer)
         trainer.clock.read()
 
     def _buffers(self) -> dict[str, torch.Tensor]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from hf_dist_ext.audit.replay_causes import States, found_causes
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.replay import rounding
 from hf_dist_ext.errors import RunError
-from hf_dist_ext.training.replay_causes import States, found_causes
 from tests.training.test_trainer import Tiny, trainer
 
 

@@ -29,10 +29,10 @@ from hf_dist_ext.tasks.parts import build_parts, make_arguments
 from hf_dist_ext.training import step as training_step
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
+from tests.audit.test_replay import FAULTS, Noisy
 from tests.distributed.forked import Run
 from tests.sentence_models import picture_model, pictures, text_model
 from tests.tiny_models import model_config, tiny_pairs
-from tests.training.test_replay import FAULTS, Noisy
 from tests.training.test_trainer import Tiny, collate, trainer
 
 PASSES, LABELS, ROWS = "both passes give", "the loss takes a row's own", "every rank has rows"

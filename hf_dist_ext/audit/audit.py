@@ -5,7 +5,7 @@
 (3) the loss itself moves by <gradient, direction> when the weights move a little; this needs no second model
 (4) without dropout, whose masks a second model would draw anew: the gradient beside that of the plain step
     (plain_step.py), on rank 0, which is given the rows of all ranks
-(5) which rank has which rows, and which row the loss takes for the positive (audit_rows.py)
+(5) which rank has which rows, and which row the loss takes for the positive (row_checks.py)
 
 Afterwards weights, buffers and random numbers are as they were, and the run's folder holds what it held.
 """
@@ -26,6 +26,11 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
+from hf_dist_ext.audit import row_checks
+from hf_dist_ext.audit.plain_step import PlainStep, on, trained
+from hf_dist_ext.audit.repeated_update import RepeatedUpdate
+from hf_dist_ext.audit.replay_causes import few
+from hf_dist_ext.audit.row_checks import digest_of
 from hf_dist_ext.checkpoints.sentence_model import whole_copy
 from hf_dist_ext.checkpoints.trainable import named
 from hf_dist_ext.data.collator import CUTS
@@ -35,11 +40,6 @@ from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import meanwhile
 from hf_dist_ext.strategies.tensors import held_here, is_split, is_whole_at_times, num_parts, put, split_as
-from hf_dist_ext.training import audit_rows
-from hf_dist_ext.training.audit_rows import digest_of
-from hf_dist_ext.training.plain_step import PlainStep, on, trained
-from hf_dist_ext.training.repeated_update import RepeatedUpdate
-from hf_dist_ext.training.replay_causes import few
 
 # Relative to the largest: what rounding explains at least, of a gradient and of a loss. Where the plain step rounds by
 # more, it must give the same again: the same numbers round alike, but for the order in which a GPU adds them up.
@@ -112,7 +112,7 @@ class _Audit:
     def __init__(self, trainer: Any, num_rows: int | None, reference: str):
         self.trainer, self.reference = trainer, reference
         self.repeated = RepeatedUpdate(trainer, num_rows)
-        self.datasets = audit_rows.names_of_datasets(trainer.train_dataset, trainer.loss)
+        self.datasets = row_checks.names_of_datasets(trainer.train_dataset, trainer.loss)
         self.is_first = collectives.rank() == 0
         self.plain, self.why_no_plain = self._copy()
         self.checks: list[Check] = []
@@ -171,9 +171,9 @@ class _Audit:
         trainer, strategy = self.trainer, self.trainer.strategy
         model = trainer.bare_model
         self.parameters = trained(model, trainer.loss)
-        is_right, note = audit_rows.rows_of_ranks(self.repeated.batches, strategy.rows)
+        is_right, note = row_checks.rows_of_ranks(self.repeated.batches, strategy.rows)
         self.add(ROWS, is_right, note=note)
-        if note := audit_rows.other_datasets(self.repeated.batches, self.datasets):
+        if note := row_checks.other_datasets(self.repeated.batches, self.datasets):
             self.add("other datasets", None, note=note)
         drawn = [*self.repeated.random.drawn_since()]
         self.check_replay(drawn)
@@ -181,7 +181,7 @@ class _Audit:
             self.add("loss", False, note=f"it is {loss}: the update would be skipped")
             return
         scored = self.repeated.scored[-1] if self.repeated.scored else None
-        is_right, note = audit_rows.labels(scored, self.repeated.score, strategy.rows)
+        is_right, note = row_checks.labels(scored, self.repeated.score, strategy.rows)
         self.add(LABELS, is_right, note=note)
         if written := self.repeated.written_buffers():
             note = f"the forward writes {few(written)}, once per chunk and pass: a moving average there moves as often"

@@ -16,12 +16,12 @@ from torch import nn
 from torch.nn.functional import pad
 
 from hf_dist_ext.checkpoints.trainable import named
+from hf_dist_ext.data.row_facts import split
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.engine.flat import FlatRows, unfolded
 from hf_dist_ext.engine.losses import as_output
 from hf_dist_ext.engine.outputs import Output, tensors_of
 from hf_dist_ext.models.embedder import embedder_of
-from hf_dist_ext.training.step import split
 
 Batch = Mapping[str, Any]
 
