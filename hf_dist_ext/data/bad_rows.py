@@ -56,10 +56,12 @@ class Tally:
     def count(self) -> int:
         return sum(self.counts())
 
-    def rows(self, since: list[int] | None = None) -> list[int]:
-        """The numbers of bad rows, as far as they are kept; `since`: only of those after such counts."""
-        bad = set()
-        for (count, *rows), first in zip(self.table.tolist(), since or [0] * len(self.table), strict=True):
+    def rows(self, since: list[int] | None = None, until: list[int] | None = None) -> list[int]:
+        """The numbers of bad rows, as far as they are kept; `since`: only of those after such counts; `until`: only of
+        those up to such counts, as workers go on counting."""
+        bad, lines = set(), self.table.tolist()
+        counts = [count for count, *_ in lines] if until is None else until
+        for (_, *rows), first, count in zip(lines, since or [0] * len(lines), counts, strict=True):
             bad |= {rows[i % self.listed] for i in range(max(first, count - self.listed), count)}
         return sorted(bad)
 

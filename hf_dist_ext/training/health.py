@@ -301,6 +301,7 @@ class BadRowCount:
         self._name, self._has_numbers = "", True
         self._numbers: set[int] = set()
         self._before: list[int] = []  # counts of this rank's loader workers before this epoch
+        self._counts: list[int] = []  # and when `new_ones` was asked
         self._resumed: tuple[int, set[int]] = (0, set())  # of this epoch before this run: how many, their numbers
 
     def watch(self, loader: DataLoader, dataset: Any, then: Sequence[Callable[[Any], Any]]) -> None:
@@ -321,10 +322,16 @@ class BadRowCount:
         """Of this rank in this epoch, without those that a resumed run has read again."""
         if not self.limit or self._tally is None:
             return 0
-        count = self._tally.count() - sum(self._before)
+        self._counts = self._tally.counts()
+        count = sum(self._counts) - sum(self._before)
         if not count or not self._resumed[1]:
             return count
-        return count - len(self._resumed[1].intersection(self._tally.rows(self._before)))
+        return count - len(self._resumed[1].intersection(self._rows()))
+
+    def _rows(self) -> list[int]:
+        """The numbers of those that `new_ones` has counted: a worker that reads ahead may have met more by now, which
+        a resume would then take for rows that were counted."""
+        return [] if self._tally is None else self._tally.rows(self._before, self._counts)
 
     def add_up(self, new_ones: int, step: int) -> None:
         """`new_ones`: those of all ranks. Every rank calls it with the same number.
@@ -334,7 +341,7 @@ class BadRowCount:
         """
         count = self._resumed[0] + new_ones
         if count != self.count:  # on every rank, and rarely
-            own = "" if self._tally is None else " ".join(map(str, self._tally.rows(self._before)))
+            own = " ".join(map(str, self._rows()))
             everyone = collectives.texts_of(own, range(collectives.world_size()))
             numbers = {int(number) for text in everyone for number in text.rpartition(":")[2].split()}
             self._numbers = numbers | self._resumed[1]

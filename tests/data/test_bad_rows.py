@@ -12,6 +12,7 @@ from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.health import BadRowCount
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 from tests.training.test_nonfinite import rows as regression_rows
@@ -99,6 +100,17 @@ def test_bad_rows_are_counted_over_the_epoch_also_behind_a_resume(tmp_path, work
             trainer(tmp_path, pairs(BAD), **options | {"max_bad_rows": 3}).train(
                 resume_from_checkpoint=str(tmp_path / "checkpoint-5")
             )
+
+
+def test_a_row_that_a_worker_meets_after_the_count_is_none_that_a_checkpoint_has_counted():
+    counted = BadRowCount(4, None)
+    counted._tally = Tally(1)
+    counted.begin_epoch(None)
+    counted._tally.add(3)
+    new_ones = counted.new_ones()
+    counted._tally.add(9)
+    counted.add_up(new_ones, step=1)
+    assert counted.of_epoch() == {"count": 1, "rows": [3]}
 
 
 class Unreadable(torch.utils.data.Dataset):
