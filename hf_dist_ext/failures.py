@@ -41,6 +41,7 @@ PEER_WORDS = (  # of gloo, NCCL and the store, when another process is gone
 )  # fmt: skip
 PEER_SECONDS = 6  # a launcher ends the others 0.1 to 2 s after one failed
 SAME_ERROR_SECONDS = 2  # for rank 0 to say what all have
+SAME_LINE_SECONDS = 4  # and for the launcher to end the others after it
 NOTE_SECONDS = 2  # for the others to leave their notes
 FRAMES = 2  # of a note
 MEETING, MEET_SECONDS = "hf_dist_meeting", 600  # of the processes of several machines
@@ -99,7 +100,7 @@ def exit_on_usage_error() -> Iterator[None]:
         _tell_who_waits(error)
         if rank := launched.rank():
             # Mostly rank 0 has the same error and the launcher ends this process while it waits; if not, it speaks.
-            time.sleep(4)
+            time.sleep(SAME_LINE_SECONDS)
         is_said = _is_recorded(str(error))
         record(str(error), happened=happened)
         if not is_said:  # by a process that takes long to end
@@ -354,7 +355,12 @@ class Watchdog:
 
     def _expire(self, limit: float) -> None:
         note = f"{activity} ({_where()})"
-        notes = {launched.rank(): note} if self._store is None else exchange_notes(self._store, note)
+        try:
+            notes = {launched.rank(): note} if self._store is None else exchange_notes(self._store, note)
+        except RuntimeError:  # the store is gone with its rank, which may have told everyone's notes and ended
+            said = f"nothing was finished for {limit:.0f} s: {note}. The rank that keeps the notes has ended."
+            print(f"error (rank {launched.rank()}): {said}", file=sys.stderr, flush=True)
+            os._exit(1)
         text = report(notes, limit, launched.processes())
         record(text)
         if launched.rank() == min(notes):

@@ -76,7 +76,7 @@ def overlapping(monkeypatch) -> list:
         state, step = states[-1], states[-1].global_step
 
         def work_later(group):
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 300
             while state.global_step == step < state.max_steps and time.monotonic() < deadline:
                 time.sleep(0.001)
             seen.append((step, state.global_step))

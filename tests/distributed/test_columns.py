@@ -34,7 +34,7 @@ from tests.tiny_vision_language import IMAGE_TOKEN, TEXT, TOKENS_PER_IMAGE, VISI
 
 COLUMNS = ("query", "positive", "negative")
 WIDTH = 24
-LIMIT = 200  # seconds
+LIMIT = 600  # seconds
 Batch = dict[str, dict[str, torch.Tensor]]
 
 

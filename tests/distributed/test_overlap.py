@@ -64,7 +64,7 @@ class WatchedLoss(InfoNCELoss):
 
 def events_of(say, folder, has_towers: bool, symmetric: bool, negatives_read: bool = True) -> str:
     """Of the last of three steps."""
-    signal.alarm(200)
+    signal.alarm(600)
     rows_module.Gathering = Watched
     sizes.place_out_of_memory = lambda *arguments, **options: None  # forwards that try out what fits
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ from tests.parity import exactness_worker
 from tests.parity.exactness_worker import Case
 from tests.tiny_models import embedding_model
 
-LIMIT = 300  # seconds
+LIMIT = 600  # seconds
 
 
 class Watch(TrainerCallback):

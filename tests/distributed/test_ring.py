@@ -53,7 +53,7 @@ def gradients(own, rows, exchange, symmetric):
 
 
 def compare(say) -> str:
-    signal.alarm(120)
+    signal.alarm(600)
     dist.init_process_group("gloo")
     rows, found = Rows(), {}
     whole = make_columns(rows=8, negatives=(10,), width=WIDTH)

@@ -34,7 +34,7 @@ from tests.tiny_processors import FAMILIES, WORDS, mixed_row, tiny_vision_langua
 
 COLUMNS = ("query", "positive", "negative")
 BATCH = 4
-LIMIT = 400  # seconds
+LIMIT = 600  # seconds
 # Before the forks.
 MODELS = [transformers.AutoModel._model_mapping[transformers.CONFIG_MAPPING[name]] for name in FAMILIES]
 

@@ -142,7 +142,7 @@ def test_what_a_module_remembers_of_earlier_texts_is_no_setting():
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not appear"
         time.sleep(0.01)

@@ -404,7 +404,7 @@ def test_other_ranks_let_rank_0_speak_first(monkeypatch, capsys):
     monkeypatch.setattr(failures.time, "sleep", waited.append)
     with pytest.raises(SystemExit) as stopped, failures.exit_on_usage_error():
         raise UsageError("no")
-    assert stopped.value.code == 2 and waited == [4] and "rank 1" in capsys.readouterr().err
+    assert stopped.value.code == 2 and waited == [failures.SAME_LINE_SECONDS] and "rank 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("of_rank_0", "says"), [("no", False), ("no more", True)])
@@ -420,6 +420,23 @@ def test_other_ranks_are_silent_when_rank_0_said_the_same_but_has_not_ended(
             raise UsageError(message)
     assert stopped.value.code == 2 and (tmp_path / "1" / "error.json").exists()
     assert capsys.readouterr().err == f"error: {of_rank_0}\n" + "error (rank 1): no\n" * says
+
+
+def test_a_process_that_takes_too_long_ends_also_when_the_notes_of_all_are_gone_with_the_rank_that_kept_them(
+    monkeypatch, capsys
+):
+    class Gone:
+        def set(self, *arguments):
+            raise RuntimeError("Connection reset by peer")
+
+    def end(code: int):
+        raise SystemExit(code)
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(failures.os, "_exit", end)
+    with pytest.raises(SystemExit) as ended:
+        failures.Watchdog(lambda: 3.0, Gone())._expire(3.0)
+    assert ended.value.code == 1 and "error (rank 1): nothing was finished for 3 s: step " in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback(monkeypatch):

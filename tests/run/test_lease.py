@@ -48,7 +48,7 @@ def holder(tmp_path):
 def refusal(folder: Path, *before: str, **more: str) -> str:
     """What a second run says that is refused."""
     second = start(HOLD, folder, *before, **more)
-    _, words = second.communicate("", timeout=60)
+    _, words = second.communicate("", timeout=300)
     assert second.returncode == 1
     return words
 
@@ -73,7 +73,7 @@ def test_a_second_run_is_refused_naming_the_first_and_takes_over_when_it_was_kil
 
 def test_it_is_removed_when_the_process_ends(tmp_path):
     with holding(tmp_path) as process:
-        process.communicate("", timeout=20)
+        process.communicate("", timeout=300)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -104,7 +104,7 @@ def test_a_run_in_another_process_namespace_is_refused_too(tmp_path):
         assert first.stdout.readline() == "held\n" and content(tmp_path)["pid"] == 1
         for other in (NAMESPACE, ()):
             assert "in use by process 1 on" in refusal(tmp_path, *other)
-        first.communicate("", timeout=20)
+        first.communicate("", timeout=300)
         with holding(tmp_path):
             pass
     finally:
@@ -119,7 +119,7 @@ def test_rank_0_shares_the_lease_of_its_launcher_and_keeps_it_when_the_launcher_
         holder.wait()
         with pytest.raises(UsageError, match=f"in use by process {rank_0.pid}"):
             lease.take(tmp_path)
-        rank_0.communicate("", timeout=20)
+        rank_0.communicate("", timeout=300)
     assert not (tmp_path / lease.NAME).exists()
 
 
@@ -129,15 +129,15 @@ def test_a_token_that_no_launcher_wrote_there_shares_nothing(tmp_path):
         assert content(tmp_path)["token"] != "of another folder"
         words = refusal(tmp_path, **{lease.TOKEN: "of another folder"})
         assert f"in use by process {first.pid}" in words
-        first.communicate("", timeout=60)
+        first.communicate("", timeout=300)
 
 
 def test_the_launcher_keeps_the_lease_when_rank_0_has_ended(tmp_path, holder):
     with holding(tmp_path, **{lease.TOKEN: content(tmp_path)["token"]}) as rank_0:
-        rank_0.communicate("", timeout=20)
+        rank_0.communicate("", timeout=300)
     with pytest.raises(UsageError, match="in use by process"):
         lease.take(tmp_path)
-    holder.communicate("", timeout=20)
+    holder.communicate("", timeout=300)
     assert not (tmp_path / lease.NAME).exists()
 
 

@@ -248,7 +248,7 @@ def test_a_child_that_has_just_ended_does_not_end_its_launcher(monkeypatch):
     gone.wait()
     monkeypatch.setattr(psutil.Process, "children", lambda self: listed)
     forward_to_children(signal.SIGTERM, None)
-    assert children[1].wait(10) == -signal.SIGTERM
+    assert children[1].wait(300) == -signal.SIGTERM
 
 
 def test_a_signal_while_the_process_ends_does_not_change_its_code():
