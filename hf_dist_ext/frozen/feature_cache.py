@@ -142,7 +142,7 @@ class FeatureCache:
             keys = self.keys(name, inputs)
             # An image encoder's shapes are known from a forward only, so the first batch is always computed.
             is_known = not isinstance(self.part, ImageEncoder) or self.part.output is not None
-            if all(key in self.store for key in keys) and is_known and not again:
+            if not keys or (all(key in self.store for key in keys) and is_known and not again):
                 continue
             placed = {key: value.to(device) for key, value in inputs.items()}
             with torch.no_grad(), autocast():
@@ -181,14 +181,37 @@ def _check_repeatable(computed: list, again: list) -> None:
         )
 
 
+def _check_can_serve(dataset: Any, loss: Any) -> None:
+    """That batches, which hold features in the place of texts, are of one dataset, and no loss reads their texts."""
+    if sources := getattr(dataset, "sources", None):  # data/mixture.py
+        raise UsageError(
+            f"frozen_feature_cache does not work with several datasets ({', '.join(sources)}). Remove it: the frozen "
+            "part is then computed in every step."
+        )
+    for one in loss.modules() if isinstance(loss, nn.Module) else ():
+        if getattr(one, "_guides", None):  # training/sentence_losses.py
+            raise UsageError(
+                f"{one.name} has a guide that reads the texts of every batch, and with frozen_feature_cache batches "
+                "hold features in their place. Remove frozen_feature_cache."
+            )
+
+
 def filled(
-    model: nn.Module, dataset: Any, collate: Callable, args: Any, autocast: Autocast, stand_in: ImageStandIn | None
+    model: nn.Module,
+    dataset: Any,
+    loss: Any,
+    collate: Callable,
+    args: Any,
+    autocast: Autocast,
+    stand_in: ImageStandIn | None,
 ) -> FeatureCache:
     """The cache of a model without its wrappers, with all training rows. Every rank must call it.
 
+    loss: over embeddings, or None.
     stand_in: its blank picture goes on from its features as well: a rank that stands in must not run an encoder, whose
     shards the others do not gather.
     """
+    _check_can_serve(dataset, loss)
     cache = FeatureCache(model, args)
     consensus.together(lambda: cache.fill(model, dataset, collate, args, autocast))
     cache.load_everyones()

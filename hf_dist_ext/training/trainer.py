@@ -409,7 +409,7 @@ class DistTrainer(Trainer):
         """Where frozen features are kept, batches are to hold them."""
         if self.options.frozen_feature_cache is None:
             return
-        given = self.data_collator, self.args, self.accelerator.autocast, self.image_stand_in
+        given = self.loss, self.data_collator, self.args, self.accelerator.autocast, self.image_stand_in
         if self.feature_cache is None:
             self.feature_cache = feature_cache.filled(self.bare_model, self.train_dataset, *given)
         self.feature_cache.must_have_all = self.strategy.frozen_forwards_are_collective

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.losses import GISTEmbedLoss, MultipleNegativesRankingLoss
+from sentence_transformers.sentence_transformer.modules import Dense
 
 from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
@@ -20,6 +22,8 @@ from hf_dist_ext.frozen.feature_store import FeatureStore, part_digest, row_keys
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
+from tests.retrieval_data import texts
+from tests.sentence_models import text_model
 from tests.tiny_models import (
     CHECKPOINTING,
     OF_DUAL,
@@ -273,6 +277,37 @@ def test_pooled_vectors_of_texts_train_the_projection_alike(tmp_path, chunk):
     cached.model.backbone.register_forward_pre_hook(lambda *_: calls.append(1))
     cached.train()
     assert not calls  # everything came from the folder
+
+
+def sentence_run(folder, rows, loss, cache: bool = True) -> DistTrainer:
+    model = text_model(folder / "base").double()
+    model.append(Dense(32, 8))
+    torch.manual_seed(0)
+    torch.nn.init.normal_(model[3].linear.weight)
+    more = {"frozen_feature_cache": str(folder / "features")} if cache else {}
+    options = arguments(folder, frozen_modules=["0"], gradient_cache_chunk_size=3, **more)
+    trainer = DistTrainer(model.double(), options, train_dataset=rows, loss=loss(model))
+    trainer.train()
+    return trainer
+
+
+def test_batches_without_a_negative_train_from_the_cache(tmp_path):
+    found = texts(24, seed=0)
+    rows = {"query": found[:12], "positive": found[12:], "negative": [[]] * 6 + [[one] for one in texts(6, seed=1)]}
+    weights = []
+    for cache in (False, True):
+        trainer = sentence_run(tmp_path, datasets.Dataset.from_dict(rows), lambda model: InfoNCELoss(0.1), cache)
+        weights.append(trainer.model[3].linear.weight)
+    assert torch.allclose(*weights, atol=1e-10)
+
+
+def test_what_a_cache_of_features_can_not_serve_is_refused_before_it_is_filled(tmp_path):
+    pairs = datasets.Dataset.from_dict({"query": texts(8, seed=0), "positive": texts(8, seed=1)})
+    with pytest.raises(UsageError, match=r"does not work with several datasets \(a, b\)"):
+        sentence_run(tmp_path, {"a": pairs, "b": pairs}, MultipleNegativesRankingLoss)
+    with pytest.raises(UsageError, match="GISTEmbedLoss has a guide that reads the texts of every batch"):
+        sentence_run(tmp_path, pairs, lambda model: GISTEmbedLoss(model, text_model(tmp_path / "guide")))
+    assert not (tmp_path / "features").exists()
 
 
 def test_vectors_of_a_locked_tower_train_the_other_alike(tmp_path):
