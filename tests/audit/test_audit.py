@@ -359,7 +359,7 @@ def test_an_audit_of_two_processes_compares_with_one_that_has_all_rows(tmp_path,
     """And training goes on from there as without one."""
 
     def target(say) -> str:
-        signal.alarm(300)
+        signal.alarm(600)
         said = audits_of_all(tmp_path / "run")
         leave_together()
         return json.dumps(said)
@@ -407,7 +407,7 @@ def test_an_audit_of_a_split_model_has_a_plain_step_and_changes_nothing(tmp_path
         pytest.skip("tensor parallelism needs transformers 5.23")
 
     def target(say) -> str:
-        signal.alarm(300)
+        signal.alarm(600)
         path = run_file(tmp_path, learnable_temperature=True, **SPLIT[mode])
         sound = audited_of(path)
         said = {"sound": sound.audit()}

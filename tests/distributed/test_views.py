@@ -1,6 +1,7 @@
 """Two processes that pose as two machines: each sees the run's folder as a directory of its own. What one writes there
 comes late on the other, as on network file systems with caches, or never. And errors that one process alone meets."""
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -68,12 +69,10 @@ class Mirror(threading.Thread):
 
     def _files(self, view: Path) -> dict[str, tuple]:
         found = {}
-        for path in view.rglob("*"):
-            try:
-                if path.is_file():
+        for folder, _, names in os.walk(view):  # which passes over a folder that has just gone
+            for path in (Path(folder, name) for name in names):
+                with contextlib.suppress(OSError):  # and so has the file
                     found[str(path.relative_to(view))] = (path.stat().st_size, path.stat().st_mtime_ns)
-            except OSError:
-                pass  # it has just gone
         return found
 
     def _carry(self, name: str, source: Path, target: Path) -> None:
@@ -114,12 +113,18 @@ def train(folder: Path, **options) -> DistTrainer:
     return trainer
 
 
-def one_machine(say, views: list[Path], job, seconds: float) -> str:
+def one_machine(say, views: list[Path], job, never: str) -> str:
     """What `job` ends with on this rank, in a file beside its view."""
     rank = int(os.environ["RANK"])
     if views[0] != views[1]:
         os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
-    consensus.SEEN_SECONDS = seconds
+    consensus.TOLD_SECONDS, wait = 60, consensus.wait_until_well
+
+    def wait_for_what_comes(look) -> str:
+        consensus.SEEN_SECONDS = 1.5 if never and never in look() else LIMIT_SECONDS
+        return wait(look)
+
+    consensus.wait_until_well = wait_for_what_comes
     found = views[rank].parent / f"rank{rank}.json"
     try:
         trainer = job(views[rank])
@@ -134,11 +139,12 @@ def one_machine(say, views: list[Path], job, seconds: float) -> str:
     return "done"
 
 
-def machines(views: list[Path], job, mode: str = "ddp", seconds: float = 20.0) -> list[dict]:
-    """What every rank ended with; `seconds` that a machine waits to see what another wrote."""
+def machines(views: list[Path], job, mode: str = "ddp", never: str = "") -> list[dict]:
+    """What every rank ended with. A machine waits for what another wrote, but not for long where `never` is in the
+    words for what it misses."""
     for view in views:
         view.mkdir(parents=True, exist_ok=True)
-    run = Run(mode, views[0].parent / "log", partial(one_machine, views=views, job=job, seconds=seconds))
+    run = Run(mode, views[0].parent / "log", partial(one_machine, views=views, job=job, never=never))
     limit = threading.Timer(LIMIT_SECONDS, lambda: [os.kill(pid, signal.SIGKILL) for pid in run.pids])
     limit.start()
     try:
@@ -195,7 +201,7 @@ def test_machines_wait_until_they_see_the_checkpoint_that_the_first_one_resumes(
 def test_a_machine_that_never_sees_it_ends_all_with_what_it_sees(views):
     for asked in (True, str(views[0] / "checkpoint-4")):
         with Mirror(views, delay=0.1, hidden="checkpoint-"):
-            found = machines(views, partial(train, max_steps=6, resume=asked), seconds=1.5)
+            found = machines(views, partial(train, max_steps=6, resume=asked), never=manifest.MANIFEST)
         for one in found:
             assert one["error"].startswith("UsageError: rank 0 goes on from"), found
             assert "rank 1 on " in one["error"] and "checkpoint-4, which other machines do not see" in one["error"]
@@ -282,7 +288,7 @@ def test_a_checkpoint_holds_what_another_machine_wrote_and_is_seen_late(tmp_path
 def test_a_file_of_another_machine_that_never_comes_ends_all_and_leaves_no_checkpoint(tmp_path):
     views = [tmp_path / "first", tmp_path / "second"]
     with Mirror(views, delay=0.1, hidden="rng_state_1"):
-        found = machines(views, partial(train, max_steps=2), seconds=1.5)
+        found = machines(views, partial(train, max_steps=2), never="rng_state_1")
     for one in found:
         assert one["error"].startswith("RunError") and "rng_state_1.pth is missing" in one["error"], found
         assert "Give an output_dir that all machines share." in one["error"]
@@ -290,7 +296,7 @@ def test_a_file_of_another_machine_that_never_comes_ends_all_and_leaves_no_check
 
 
 def test_a_folder_that_machines_do_not_share_is_found_before_training(tmp_path):
-    found = machines([tmp_path / "first", tmp_path / "second"], train, seconds=1.5)
+    found = machines([tmp_path / "first", tmp_path / "second"], train, never="seen-by-all")
     for one in found:
         assert one["error"].startswith("UsageError: output_dir=") and "is not one folder for all" in one["error"]
         assert "rank 1 on " in one["error"]
