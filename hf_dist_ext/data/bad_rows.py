@@ -258,6 +258,17 @@ def make_batches(
     return tally
 
 
+def read_apart(
+    dataset: Any, collate: Callable, max_bad_rows: int | None, num_workers: int, rank: int
+) -> tuple[Any, Callable]:
+    """(rows, collate) of a training set that is read once before training: bad rows are named or replaced as there,
+    and not counted, since training meets them again."""
+    if not hasattr(dataset, "__len__"):
+        return dataset, collate
+    tally = Tally(num_workers)
+    return RowNumbers(dataset), BatchMaker(collate, dataset, name_of(dataset), tally, bool(max_bad_rows), rank)
+
+
 def name_of(dataset: Any) -> str:
     info = getattr(dataset, "info", None)
     return getattr(info, "dataset_name", None) or f"the training set ({type(dataset).__name__})"

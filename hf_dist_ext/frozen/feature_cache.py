@@ -199,8 +199,8 @@ def _check_can_serve(dataset: Any, loss: Any) -> None:
 def filled(
     model: nn.Module,
     dataset: Any,
-    loss: Any,
     collate: Callable,
+    loss: Any,
     args: Any,
     autocast: Autocast,
     stand_in: ImageStandIn | None,

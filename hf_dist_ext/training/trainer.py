@@ -32,6 +32,7 @@ from hf_dist_ext.checkpoints import hub, loss_state, resume
 from hf_dist_ext.checkpoints.keeper import Keeper
 from hf_dist_ext.checkpoints.model_files import ModelFiles
 from hf_dist_ext.data import tokenized
+from hf_dist_ext.data.bad_rows import read_apart
 from hf_dist_ext.data.order import sampler_of
 from hf_dist_ext.data.position import DataPosition
 from hf_dist_ext.data.sentence_collator import SentenceCollator
@@ -409,9 +410,11 @@ class DistTrainer(Trainer):
         """Where frozen features are kept, batches are to hold them."""
         if self.options.frozen_feature_cache is None:
             return
-        given = self.loss, self.data_collator, self.args, self.accelerator.autocast, self.image_stand_in
+        given = self.args, self.accelerator.autocast, self.image_stand_in
         if self.feature_cache is None:
-            self.feature_cache = feature_cache.filled(self.bare_model, self.train_dataset, *given)
+            how = self.options.max_bad_rows, self.args.dataloader_num_workers, self.args.process_index
+            rows = read_apart(self.train_dataset, self.data_collator, *how)
+            self.feature_cache = feature_cache.filled(self.bare_model, *rows, self.loss, *given)
         self.feature_cache.must_have_all = self.strategy.frozen_forwards_are_collective
 
     def _loader_of_rest(self) -> Any:

@@ -279,14 +279,14 @@ def test_pooled_vectors_of_texts_train_the_projection_alike(tmp_path, chunk):
     assert not calls  # everything came from the folder
 
 
-def sentence_run(folder, rows, loss, cache: bool = True) -> DistTrainer:
+def sentence_run(folder, rows, loss, cache: bool = True, **options) -> DistTrainer:
     model = text_model(folder / "base").double()
     model.append(Dense(32, 8))
     torch.manual_seed(0)
     torch.nn.init.normal_(model[3].linear.weight)
     more = {"frozen_feature_cache": str(folder / "features")} if cache else {}
-    options = arguments(folder, frozen_modules=["0"], gradient_cache_chunk_size=3, **more)
-    trainer = DistTrainer(model.double(), options, train_dataset=rows, loss=loss(model))
+    args = arguments(folder, frozen_modules=["0"], gradient_cache_chunk_size=3, **options, **more)
+    trainer = DistTrainer(model.double(), args, train_dataset=rows, loss=loss(model))
     trainer.train()
     return trainer
 
@@ -298,6 +298,25 @@ def test_batches_without_a_negative_train_from_the_cache(tmp_path):
     for cache in (False, True):
         trainer = sentence_run(tmp_path, datasets.Dataset.from_dict(rows), lambda model: InfoNCELoss(0.1), cache)
         weights.append(trainer.model[3].linear.weight)
+    assert torch.allclose(*weights, atol=1e-10)
+
+
+def test_a_row_that_can_not_be_read_is_named_or_replaced_while_features_are_computed(tmp_path):
+    found = texts(24, seed=0)
+
+    def read(rows):
+        if found[5] in rows["query"]:
+            raise OSError("torn")
+        return rows
+
+    torn = datasets.Dataset.from_dict({"query": found[:12], "positive": found[12:]}).with_transform(read)
+    with pytest.raises(UsageError, match=r"row 5 \(counted from 0\).*torn"):
+        sentence_run(tmp_path, torn, MultipleNegativesRankingLoss)
+    weights = []
+    for cache in (False, True):
+        trainer = sentence_run(tmp_path, torn, MultipleNegativesRankingLoss, cache, max_bad_rows=1)
+        weights.append(trainer.model[3].linear.weight)
+        assert trainer.health.bad_rows.count == 1
     assert torch.allclose(*weights, atol=1e-10)
 
 
