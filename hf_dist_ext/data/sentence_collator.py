@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_dist_ext import policy
 from hf_dist_ext.data.collator import (
     CONSTANTS,
     NUM_PAIR_COLUMNS,
@@ -48,6 +49,7 @@ from hf_dist_ext.data.tokens import (
     without_rows,
 )
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.fields import show
 
 logger = logging.getLogger(__name__)
 
@@ -533,3 +535,26 @@ def _leaves(prompts: Any) -> list[Any]:
     if isinstance(prompts, Mapping):
         return [leaf for value in prompts.values() for leaf in _leaves(value)]
     return [] if prompts is None else [prompts]
+
+
+def pads_to_all_positions(first: Any, max_length: Any) -> bool:
+    """Whether module 0 is a SigLIP, whose vector is that of the last position: its texts are padded to all positions
+    from now on, and its folder says so, or the vector of a text would change with the texts beside it.
+
+    Raises:
+        UsageError: another max_length was given, an int or column -> int.
+    """
+    from sentence_transformers.base.modules import Transformer
+
+    is_wide = isinstance(first, Transformer) and first.config.model_type in policy.FIXED_WIDTH
+    if not is_wide or "text" not in first.modality_config:
+        return False
+    most = first.config.get_text_config().max_position_embeddings
+    lengths = {*max_length.values()} if isinstance(max_length, Mapping) else {max_length or most}
+    if lengths != {most}:
+        raise UsageError(f"max_length={show(max_length)}: this model reads texts of {most} tokens. Remove max_length.")
+    text = {"padding": "max_length", "max_length": most} | first.processing_kwargs.get("text", {})
+    if first.processing_kwargs.get("text") != text:
+        logger.info(f"texts are padded to {most} tokens, as the model's vector is that of the last position.")
+        first.processing_kwargs = {**first.processing_kwargs, "text": text}
+    return True

@@ -1,5 +1,5 @@
 """How many tokens a row of each column may have: as the run file says, else as the model's folder, and never more than
-the model has positions for. Texts of SigLIP have all of them, since its vector is that of the last position."""
+the model has positions for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from sentence_transformers.base.modules import Router, Transformer
 from torch import nn
 
-from hf_dist_ext.engine.families import reads_fixed_width
+from hf_dist_ext.data.sentence_collator import pads_to_all_positions
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedder import dual_encoder_of
 from hf_dist_ext.run.fields import show
@@ -36,11 +36,7 @@ def lengths_of(
     own |= dict.fromkeys(others, getattr(first, "document_length", None))
     lengths = dict.fromkeys(columns, given) if isinstance(given, int) else own | dict(given or {})
     most = positions_of(first) if isinstance(first, Transformer) else None
-    if most is not None and _has_fixed_width(first):
-        if given is not None and {*lengths.values()} != {most}:
-            raise UsageError(f"max_length={show(given)}: this model reads texts of {most} tokens. Remove max_length.")
-        text = {"padding": "max_length", "max_length": most} | first.processing_kwargs.get("text", {})
-        first.processing_kwargs = {**first.processing_kwargs, "text": text}  # its folder says so too
+    if pads_to_all_positions(first, given):
         return None
     if most is not None:
         longest = max((length for length in lengths.values() if length is not None), default=0)
@@ -67,10 +63,6 @@ def refuse_nothing_left(
                 f'max_length={length} leaves nothing of the texts of column "{column}": its prompt and the special '
                 f"tokens are {taken} tokens. Give more, or a shorter prompt."
             )
-
-
-def _has_fixed_width(first: Transformer) -> bool:
-    return reads_fixed_width(first.config) and "text" in first.modality_config
 
 
 def positions_of(backbone: nn.Module) -> int | None:

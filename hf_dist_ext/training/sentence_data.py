@@ -13,7 +13,13 @@ from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
 from hf_dist_ext.data.fingerprint import seed_of_order
 from hf_dist_ext.data.mixture import SOURCE, Mixture, Tagged, shares, tagged_stream
 from hf_dist_ext.data.order import PROPORTIONAL
-from hf_dist_ext.data.sentence_collator import LABELS, SentenceCollator, label_column, of_source
+from hf_dist_ext.data.sentence_collator import (
+    LABELS,
+    SentenceCollator,
+    label_column,
+    of_source,
+    pads_to_all_positions,
+)
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training.arguments import DistTrainingArguments
 
@@ -93,6 +99,7 @@ def prepare_sentence_data(
             "router_mapping is missing: the model has a Router, which must know the route of every column. Give "
             'router_mapping={"COLUMN": "query", "OTHER COLUMN": "document"}.'
         )
+    pads_to_all_positions(model[0], args.max_length)
     train, evaluation = _by_name("train_dataset", train_dataset), _by_name("eval_dataset", eval_dataset)
     columns: dict[str | None, list[str]] = {}
     for sources in (evaluation, train):

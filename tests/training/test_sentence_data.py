@@ -11,7 +11,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.sentence_data import prepare_sentence_data
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.sentence_models import text_model
-from tests.tiny_models import WORDS
+from tests.tiny_models import WORDS, dual_encoder
 from tests.training.test_trainer import Tiny
 
 PROMPTS = ["search : ", "text from ", "a "]
@@ -76,3 +76,13 @@ def test_an_epoch_of_such_batches_goes_on_with_batches_as_large_only(tmp_path, m
     trainer(tmp_path, model, [], max_steps=7, save_steps=7).train()
     with pytest.raises(UsageError, match="ProportionalBatchSampler made the batches .* of 4 rows .* has 2 now"):
         trainer(tmp_path, model, [], per_device_train_batch_size=2).train(resume_from_checkpoint=True)
+
+
+def test_a_siglips_text_has_one_vector_whatever_stands_beside_it(tmp_path):
+    model, pairs = dual_encoder("siglip"), Dataset.from_dict({"anchor": WORDS[:2], "positive": WORDS[2:4]})
+    *_, collator = prepare_sentence_data(model, DistTrainingArguments(str(tmp_path), use_cpu=True), pairs, None)
+    assert collator.features("anchor", ["parse"])["input_ids"].shape == (1, 16)
+    beside, alone = model.encode(["parse", "parse a date"])[0], model.encode("parse")  # what evaluators call
+    assert abs(beside - alone).max() < 1e-6
+    with pytest.raises(UsageError, match="max_length=8: this model reads texts of 16 tokens"):
+        prepare_sentence_data(model, DistTrainingArguments(str(tmp_path), use_cpu=True, max_length=8), pairs, None)
