@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # No test needs a network, and without one the hub is asked five times with waits between, 23 s in all.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Tests find nothing in the caches that earlier runs, other workers or the user have filled, and leave nothing there.
+caches = tempfile.TemporaryDirectory(prefix="hf-home-", ignore_cleanup_errors=True)
+os.environ["HF_HOME"] = caches.name
 
 # A shell that starts pytest in the background has it ignore SIGINT, and all that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -39,21 +39,23 @@ def hold_port() -> tuple[socket.socket, int]:
 
 
 def launch(
-    preset: str, num_processes: int, script: str | Path, *arguments: str, timeout: int = 300, check: bool = True
+    preset: str, num_processes: int, script: str | Path, *arguments: str, timeout: int = 600, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """`accelerate launch` with a preset by name; "python" runs the script without a launcher."""
+    holder, port = hold_port()
     command = [sys.executable]
     if preset != "python":
         command += ["-m", "accelerate.commands.launch", "--config_file", str(PRESETS / f"{preset}.yaml")]
-        command += ["--num_processes", str(num_processes)]
-    done = subprocess.run(
-        [*command, str(script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment(),
-        cwd=ROOT,
-    )
+        command += ["--num_processes", str(num_processes), "--main_process_port", str(port)]
+    with holder:
+        done = subprocess.run(
+            [*command, str(script), *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=environment(),
+            cwd=ROOT,
+        )
     if check and done.returncode != 0:
         raise AssertionError(f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
     return done

@@ -44,15 +44,14 @@ class Running:
     """A command in the background: `ranks` are the processes that train, in order."""
 
     def __init__(self, run_file: Path, *words: str, launcher: str = "", script: Path = SCRIPT, **more: str):
-        command = [sys.executable]
+        command, (self.holder, port) = [sys.executable], hold_port()
         if launcher == "torchrun":
             command += ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max_restarts", "1"]
-            self.holder, port = hold_port()
             command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--local_addr", "127.0.0.1"]
         elif launcher:
             config = str(PRESETS / f"{launcher}.yaml")
             command += ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
-            command += ["--main_process_port", "0"]
+            command += ["--main_process_port", str(port)]
         else:
             words = ("--num_processes", "2", *words)
         self.folder = run_file.parent

@@ -24,7 +24,7 @@ class Board:
 
     def __init__(self, size):
         self.size, self.shown = size, {}
-        self.barrier = threading.Barrier(size, timeout=60)
+        self.barrier = threading.Barrier(size, timeout=600)
         self.calls = [0] * size
         self.sent = [0] * size  # rows that went to another rank
 
