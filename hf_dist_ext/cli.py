@@ -342,9 +342,9 @@ def _presets(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 def _check_flags(arguments: argparse.Namespace, overrides: list[str]) -> None:
     """Raises UsageError for a slip in one of the command's own flags, for which a field of a run would be proposed."""
-    from hf_dist_ext.run.config import all_fields
+    from hf_dist_ext.run.config import fields_of_run_file
 
-    known = all_fields()
+    known = fields_of_run_file()
     for name in (word[2:].partition("=")[0] for word in overrides if word.startswith("--")):
         near = difflib.get_close_matches(name, [*(vars(arguments).keys() - {"act", "command"}), *known], 1, 0.6)
         if name not in known and near and near[0] not in known:

@@ -30,7 +30,7 @@ FAST = """
     engine/test_budget.py engine/test_chunks.py engine/test_gradient_cache.py engine/test_losses.py engine/test_rows.py
     checkpoints/test_manifest.py checkpoints/test_safe_reading.py
     data/test_image_text_collator.py data/test_sampling.py data/test_row_ids.py
-    frozen/test_plan.py frozen/test_run_mode.py
+    frozen/test_who_trains.py frozen/test_run_mode.py
     run/test_config.py run/test_presets.py run/test_stages.py
     strategies/test_layers.py
     training/test_metrics.py training/test_scaling.py

@@ -13,7 +13,7 @@ import pytest
 
 from hf_dist_ext import DistTrainer
 from hf_dist_ext.cli import main as hf_dist
-from hf_dist_ext.run.config import PRESET_SHORT_NAMES, all_fields
+from hf_dist_ext.run.config import PRESET_SHORT_NAMES, fields_of_run_file
 from hf_dist_ext.run.help import json_schema
 from hf_dist_ext.run.read import load_run
 from scripts.error_messages import messages
@@ -159,7 +159,7 @@ def test_examples_are_python_and_import_public_names_only(page):
 @by_page
 def test_every_field_in_a_pair_of_quotes_is_a_field(page):
     names = re.findall(r'`[^`\n]*?"(\w+)": [^`\n]*`', text_of(page))
-    known = {*all_fields(), "$schema", "query", "input_ids"}
+    known = {*fields_of_run_file(), "$schema", "query", "input_ids"}
     assert not set(names) - known
 
 

@@ -229,7 +229,7 @@ class _Audit:
 
     def check_replay(self, drawn: Sequence[str]) -> None:
         error = self.repeated.replay_error
-        allowed = None if error is None else self.trainer.step.rounding
+        allowed = None if error is None else self.trainer.step.allowed_difference
         note = "every graph is kept: nothing is encoded twice" if error is None else ""
         if self.repeated.refused:
             _, error, allowed, note, found = self.repeated.refused

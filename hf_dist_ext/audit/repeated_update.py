@@ -77,7 +77,7 @@ class RepeatedUpdate(TrainerCallback):
             for owner, values in (
                 (args, changed),
                 (trainer.callback_handler, {"callbacks": [self]}),
-                (trainer.health, {"refuse": self._note_refusal}),
+                (trainer.health, {"end_for_replay_error": self._note_refusal}),
                 (trainer.step, {"_score": self._scoring}),
                 (trainer, {"_train_batch_size": rows, **hooks}),
             ):

@@ -16,7 +16,7 @@ from hf_dist_ext.data.row_facts import split
 from hf_dist_ext.engine.combined_losses import num_columns_of
 from hf_dist_ext.engine.flat import first_rows, num_rows
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.strategies.rows import Rows
+from hf_dist_ext.strategies.gathering import Rows
 
 Answer = tuple[bool | None, str]  # whether it is right, None: not looked at; and a note
 SHIFTS = 3  # other arrangements of positives that the loss is asked about

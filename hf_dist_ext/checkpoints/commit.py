@@ -123,7 +123,7 @@ def _writer(of_rank: re.Match) -> int:
     return int(next(filter(None, of_rank.groups())))
 
 
-def commit(
+def commit_when_all_wrote(
     args: Any, folder: Path, shares: list[dict], content: Mapping[str, Any], check_lease: Callable[[], None]
 ) -> None:
     """The manifest of all ranks' records, on a rank that saves and sees all their files."""

@@ -180,7 +180,7 @@ class Keeper:
                 together(lambda: async_save.make(writer.writes, group))
                 # (3)
                 shares = together(lambda: manifest.record(folder, commit.share(args, manifest.files_in(folder))))
-                together(lambda: commit.commit(args, folder, shares, content, self.check_lease))
+                together(lambda: commit.commit_when_all_wrote(args, folder, shares, content, self.check_lease))
             if args.should_save:  # (4)
                 manifest.rotate(output_dir, limit, keep=[best], is_proved=not self.is_guarded)
 

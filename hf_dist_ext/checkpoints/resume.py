@@ -29,7 +29,7 @@ from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.models.adapters import adapters_of
 from hf_dist_ext.strategies import collectives, consensus
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.strategies.rows import Rows
+from hf_dist_ext.strategies.gathering import Rows
 from hf_dist_ext.strategies.tensors import loss_parameters
 
 logger = logging.get_logger(__name__)

@@ -5,7 +5,8 @@ A gradient cache is right only where pass 3 gives what pass 1 gave.
 (1) `RandomState`: all generators that a forward may draw from, noted before a chunk's first forward and put back
     before its second one
 (2) `Comparison`: the embeddings of both passes, compared where they are; one number per chunk stays on the device
-(3) `rounding` and `refuse`: by how much they may differ, and what a run is told whose model differs by more
+(3) `allowed_difference`: by how much they may differ; `end_for_replay_error`: what a run is told whose model differs
+    by more
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def _tensors(output: Output, names: Sequence[str]) -> list[torch.Tensor]:
 # ---- (3) ----
 
 
-def rounding(dtypes: Iterable[torch.dtype], has_other_shapes: bool) -> float:
+def allowed_difference(dtypes: Iterable[torch.dtype], has_other_shapes: bool) -> float:
     """The largest ratio that rounding explains.
 
     dtypes: in which embeddings are computed: the coarsest counts. has_other_shapes: pass 1 had larger chunks, or
@@ -184,7 +185,7 @@ def rounding(dtypes: Iterable[torch.dtype], has_other_shapes: bool) -> float:
     return max(ROUNDING.get(dtype, ROUNDING[torch.bfloat16])[has_other_shapes] for dtype in dtypes)
 
 
-def refuse(step: int, ratio: float, most: float, place: str, found: str = "") -> NoReturn:
+def end_for_replay_error(step: int, ratio: float, most: float, place: str, found: str = "") -> NoReturn:
     """`found`: which of the causes it is, where that was tried."""
     tried = f" Encoding that chunk again found the cause: {found}." if found else ""
     raise RunError(

@@ -1,4 +1,4 @@
-"""Frozen-part training in a run: `plan.py` decides who trains, `run_mode.py` says how the rest runs.
+"""Frozen-part training in a run: `who_trains.py` decides who trains, `run_mode.py` says how the rest runs.
 
 Before anything wraps the model the plan is made and applied, and frozen modules get their run-time mode. Groups of
 parameters may have learning rates of their own. `FreezeWatch` asserts the plan before the optimizer is made and at
@@ -22,8 +22,8 @@ from transformers.utils import logging
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.groups import backbone_of, below_adapters, image_arguments, match_depths, module_groups
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
-from hf_dist_ext.frozen.plan import FreezePlan, plan_freezing, report
 from hf_dist_ext.frozen.run_mode import release, set_frozen_mode
+from hf_dist_ext.frozen.who_trains import FreezePlan, plan_freezing, report
 from hf_dist_ext.models.embedder import embedder_of
 
 logger = logging.get_logger(__name__)

@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.local_files import ENDINGS, UNREADABLE, files_of, rows_of
-from hf_dist_ext.run.config import Run, RunConfig, all_fields
+from hf_dist_ext.run.config import Run, RunConfig, fields_of_run_file
 from hf_dist_ext.run.sources import (
     BUILT_IN,
     NUM_PAIR_COLUMNS,
@@ -55,7 +55,7 @@ def words(run: Run, processes: str, groups: int, given_over_file: list[str]) -> 
 
 
 def _value(run: Run, name: str) -> Any:
-    return run.given[name] if name in run.given else all_fields()[name].default
+    return run.given[name] if name in run.given else fields_of_run_file()[name].default
 
 
 def _batch(run: Run, groups: int) -> str:

@@ -228,7 +228,7 @@ class Case:
 def estimate(case: Case) -> Bytes:
     """Peak bytes of one device: what it has of weights and state, and whole units of them while they compute."""
     work, strategy, hardware, model, shards = case.work, case.strategy, case.hardware, case.model, case.shards
-    whole, of_chunk, gathers = model.whole, held(case), "w" in strategy.shards
+    whole, of_chunk, gathers = model.whole, activation_cost(case), "w" in strategy.shards
     is_waiting = strategy.is_deepspeed and case.reduces_once  # gradients are whole until the update's one reduction
     needed = state_bytes(work, whole, strategy, shards, is_waiting)
     if not (strategy.name == "DDP" or strategy.is_deepspeed):  # there what is not used has a gradient of zero
@@ -341,7 +341,7 @@ def kept_by_hook(work: Workload, world: int) -> float:
 # ---- activations ----
 
 
-def held(case: Case) -> Cost:
+def activation_cost(case: Case) -> Cost:
     """The peak of what autograd holds. Chunks of one tower run one after the other, the last of every tower together,
     of a vision-language model one with pictures and one without; without chunks all columns' graphs are alive at once.
 

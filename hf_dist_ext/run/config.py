@@ -270,7 +270,7 @@ NEEDS = {  # a field: another one without which it has no effect
 
 
 @functools.cache
-def all_fields() -> dict[str, Field]:
+def fields_of_run_file() -> dict[str, Field]:
     """Every field of a run file by its long name, in the order of `--help`."""
     arguments = Path(__file__).parents[1] / "training" / "arguments.py"
     sources = (

@@ -6,7 +6,7 @@ import textwrap
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.config import PRESET_SHORT_NAMES, all_fields
+from hf_dist_ext.run.config import PRESET_SHORT_NAMES, fields_of_run_file
 from hf_dist_ext.run.fields import UNKNOWN, describe, schema_of, show
 
 _USAGE = """\
@@ -22,7 +22,7 @@ JSON, null is null.
 def help_text(section: str | None = None) -> str:
     """The sections; the fields of one, found by the beginning of its name; or of "all". Raises UsageError."""
     groups: dict[str, list[str]] = {}
-    for one in all_fields().values():
+    for one in fields_of_run_file().values():
         groups.setdefault(one.group, []).append(one.name)
     if section is None:
         lines = [
@@ -45,7 +45,7 @@ def _beginning(fields: list[str]) -> str:
 def _section(name: str) -> list[str]:
     """All fields of a section: type, default, effect."""
     lines = ["", f"{name}:"]
-    for one in all_fields().values():
+    for one in fields_of_run_file().values():
         if one.group == name:
             takes = describe(one.type)
             default = "" if one.default == UNKNOWN else f", default {show(one.default)}"
@@ -57,7 +57,7 @@ def _section(name: str) -> list[str]:
 def json_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a run file."""
     properties: dict[str, Any] = {"$schema": {"type": "string"}}
-    for name, one in all_fields().items():
+    for name, one in fields_of_run_file().items():
         properties[name] = schema_of(one.type, one.bounds) | {"description": one.help}
         if one.default != UNKNOWN:
             properties[name]["default"] = one.default

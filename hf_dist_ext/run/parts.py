@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.config import RunConfig, all_fields
+from hf_dist_ext.run.config import RunConfig, fields_of_run_file
 from hf_dist_ext.run.fields import Field, check_entry, show
 from hf_dist_ext.run.losses import (
     INFONCE_FIELDS,
@@ -90,7 +90,7 @@ def check_parts(config: RunConfig, given: Mapping[str, Any]) -> None:
         raise UsageError("cross_device_negatives=false with losses: all of them see the rows of all processes.")
     for index, fields in enumerate(config.losses):
         where = f"losses[{index}]"
-        check_entry(fields, where, {name: all_fields()[name] for name in OF_A_LOSS} | WEIGHT, OF_THE_RUN)
+        check_entry(fields, where, {name: fields_of_run_file()[name] for name in OF_A_LOSS} | WEIGHT, OF_THE_RUN)
         if not isinstance(fields.get("loss"), str) or fields["loss"] == "none":
             raise UsageError(f'{where} has no loss. Give its name, such as "infonce".')
     parts = parts_of(config)

@@ -21,7 +21,7 @@ from typing import Any
 
 from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, decides_here, resume_or_start
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.config import PRESET_SHORT_NAMES, Run, RunConfig, all_fields
+from hf_dist_ext.run.config import PRESET_SHORT_NAMES, Run, RunConfig, fields_of_run_file
 from hf_dist_ext.run.fields import Field, accepts, check_value, from_text, show
 from hf_dist_ext.run.files import YAML, read_fields
 from hf_dist_ext.run.help import help_text
@@ -79,7 +79,7 @@ def _from_layers(path: Path, layers: list[tuple[dict[str, Any], str]]) -> Run:
 
 def _as_called_now(layer: dict[str, Any]) -> dict[str, Any]:
     """transformers 5.23 calls gradient_checkpointing activation_checkpointing, and warns of the old name."""
-    known, now = all_fields(), {}
+    known, now = fields_of_run_file(), {}
     for name, value in layer.items():
         new = name.replace("gradient_checkpointing", "activation_checkpointing")
         if new == name or new not in known:
@@ -152,8 +152,8 @@ def _parse_command_line(argv: list[str]) -> tuple[Path, dict[str, Any], set[str]
 
 
 def _field(name: str, origin: str) -> Field:
-    if name in all_fields():
-        return all_fields()[name]
+    if name in fields_of_run_file():
+        return fields_of_run_file()[name]
     inner = name.rpartition(".")[2]  # as Hydra and OmegaConf name a field of a block
     near = " or ".join(map(json.dumps, _meant(inner)))
     hint = HINTS.get(inner) or (f"Closest: {near}." if near else "See --help for all fields.")
@@ -163,13 +163,13 @@ def _field(name: str, origin: str) -> Field:
 def _meant(name: str) -> list[str]:
     """Fields of whose words a name has the first letters (gas, wd), else the one that is spelt most like it. A short
     name is spelt like many, and tells none."""
-    initials = {field: "".join(word[0] for word in field.split("_")) for field in all_fields()}
+    initials = {field: "".join(word[0] for word in field.split("_")) for field in fields_of_run_file()}
     found = [field for field in initials if initials[field] == name]
     return found[:3] or (difflib.get_close_matches(name, initials, 1, 0.5) if len(name) > 3 else [])
 
 
 def _check(name: str, value: Any, origin: str) -> None:
-    if isinstance(value, dict) and (name not in all_fields() or name == "fsdp"):
+    if isinstance(value, dict) and (name not in fields_of_run_file() or name == "fsdp"):
         inner = next(iter(value), "learning_rate")
         raise UsageError(
             f"{name}={show(value)} in {origin} is a block, and the run file is flat: write {json.dumps(inner)} and "

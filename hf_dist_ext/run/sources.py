@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hf_dist_ext.errors import UsageError, closest
-from hf_dist_ext.run.config import Run, RunConfig, all_fields
+from hf_dist_ext.run.config import Run, RunConfig, fields_of_run_file
 from hf_dist_ext.run.fields import Field, check_entry, check_name, show
 from hf_dist_ext.run.losses import INFONCE_FIELDS, cuts_dimensions, names_in
 from hf_dist_ext.run.parts import (
@@ -184,6 +184,6 @@ def check_sources(run: Run) -> None:
 
 
 def _check_fields(fields: Any, where: str) -> None:
-    check_entry(fields, where, {name: all_fields()[name] for name in OF_A_SOURCE} | OF_ENTRY, OF_THE_RUN)
+    check_entry(fields, where, {name: fields_of_run_file()[name] for name in OF_A_SOURCE} | OF_ENTRY, OF_THE_RUN)
     if not fields.get("dataset_name"):
         raise UsageError(f"{where} has no dataset_name. Give a hub id or the path of a data file.")

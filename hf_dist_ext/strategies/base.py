@@ -20,7 +20,7 @@ from hf_dist_ext.engine.gradient_cache import Embeddings, Encode, Passes, Phase,
 from hf_dist_ext.engine.outputs import Output
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.strategies.rows import Rows
+from hf_dist_ext.strategies.gathering import Rows
 from hf_dist_ext.strategies.tensors import gathered
 
 

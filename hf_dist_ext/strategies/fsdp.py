@@ -129,7 +129,7 @@ class FSDP(Sharded):
         self.plugin.mixed_precision_policy = replace(policy, reduce_dtype=dtype)
 
     def wrapped(self, model: nn.Module, args: Any, has_loss: bool) -> None:
-        replay_dropout(model)
+        keep_dropout_of_checkpointed_layers(model)
         if has_loss:
             set_precision_of_parameters(model)
 
@@ -260,7 +260,7 @@ def _replicated_limit() -> int:
     return int(policy.KEPT_WHOLE_SHARE * collectives.smallest(total))
 
 
-def replay_dropout(model: nn.Module) -> None:
+def keep_dropout_of_checkpointed_layers(model: nn.Module) -> None:
     """In the layers that FSDP checkpoints by itself: the recomputed forward draws the first one's dropout masks.
 
     accelerate 1.15 (fsdp2_apply_ac) wraps them with preserve_rng_state=False, and the gradients are then not those of

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import adapters, collectives, splitting
 from hf_dist_ext.strategies.base import meanwhile
-from hf_dist_ext.strategies.rows import Rows
+from hf_dist_ext.strategies.gathering import Rows
 from hf_dist_ext.strategies.sharded import Sharded
 from hf_dist_ext.strategies.tensors import gathered, held_here, num_parts
 

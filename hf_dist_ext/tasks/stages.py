@@ -31,7 +31,7 @@ from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import manifest, resume
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.frozen.plan import plan_freezing
+from hf_dist_ext.frozen.who_trains import plan_freezing
 from hf_dist_ext.models.adapters import adapters_of, merged_weights, name_without_adapters
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.run import lease

@@ -105,8 +105,8 @@ def _tiles_of_picture(model_type: str, fields: Any) -> int | None:
 
 def build(run: Any, work: Workload) -> nn.Module:
     """The run's model, in training mode, on the meta device."""
-    from hf_dist_ext.frozen.plan import plan_freezing
     from hf_dist_ext.frozen.run_mode import set_frozen_mode
+    from hf_dist_ext.frozen.who_trains import plan_freezing
     from hf_dist_ext.tasks.adapters import adapt, add_adapters
 
     fields, given, config = run.options, run.given, _config(run.options)

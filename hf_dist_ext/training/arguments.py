@@ -12,7 +12,7 @@ from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import async_save
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run import deepspeed_install
-from hf_dist_ext.run.config import all_fields, option
+from hf_dist_ext.run.config import fields_of_run_file, option
 from hf_dist_ext.run.fields import check_value
 from hf_dist_ext.strategies import choose
 from hf_dist_ext.strategies.collectives import has_accelerator, must_use_cpu
@@ -319,7 +319,7 @@ class DistTrainingArguments(TrainingArguments):
         if isinstance(self.gradient_cache_chunk_size, str) and self.gradient_cache_chunk_size.isdigit():
             self.gradient_cache_chunk_size = int(self.gradient_cache_chunk_size)  # of HfArgumentParser
         ours = DistTrainingArguments.__annotations__.keys()
-        for name, one in all_fields().items():
+        for name, one in fields_of_run_file().items():
             if name in ours and (one.bounds or any(kind == "literal" for kind, _ in one.type)):
                 check_value(one, getattr(self, name), "the arguments")
 

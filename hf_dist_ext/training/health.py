@@ -68,10 +68,10 @@ class Health(TrainerCallback):
         self.was_preempted = False
         self.inputs: list[Any] = []  # micro-batches of the update that runs
         self.replay_error: float | None = None  # the largest since it was logged
-        self.refuse: Callable[..., Any] = replay.refuse  # a step whose passes differ
+        self.end_for_replay_error: Callable[..., Any] = replay.end_for_replay_error  # a step whose passes differ
         self._loss_of_update: torch.Tensor | None = None
         self._replays: list[ReplayError] = []  # those of the update that runs
-        self._rounding = 0.0  # the largest that explains one of them
+        self._allowed = 0.0  # the largest that explains one of them
         self._answers: Callable[[], torch.Tensor] | None = None  # of all ranks, while they are gathered
         self._stop_at_step: int | None = None
         self._put_off: set[str] = set()
@@ -101,7 +101,7 @@ class Health(TrainerCallback):
         end_with_launcher()
         self.was_preempted, self._stop_at_step, self._put_off, self.evaluation_is_due = False, None, set(), False
         self._answers, self._loss_of_update, self.inputs, self._replays = None, None, [], []
-        self._rounding = 0.0
+        self._allowed = 0.0
         is_first = self.args.process_index == 0
         with contextlib.ExitStack() as entered:
             if self.run.has_own_arguments and not is_search and is_first:
@@ -152,10 +152,10 @@ class Health(TrainerCallback):
         activity.enter("forward and backward")
 
     def after_backward(
-        self, loss: torch.Tensor, inputs: Any, is_last: bool, again: ReplayError | None = None, rounding: float = 0.0
+        self, loss: torch.Tensor, inputs: Any, is_last: bool, again: ReplayError | None = None, allowed: float = 0.0
     ) -> torch.Tensor:
         """Call with every micro-batch's loss, which it gives back. `is_last`: of an update. `again`: how embeddings
-        differ that were encoded again, `rounding`: by how much they may."""
+        differ that were encoded again, `allowed`: by how much they may."""
         if self.guard is None and self.stop is None and self.sizes is None and not self.bad_rows.limit:
             return loss
         own = loss.detach().float()
@@ -163,14 +163,14 @@ class Health(TrainerCallback):
         self.inputs.append(inputs)
         if again is not None:
             self._replays.append(again)
-            self._rounding = max(rounding, self._rounding)
+            self._allowed = max(allowed, self._allowed)
         if is_last:
             has_signal = self.stop is not None and self.stop.received is not None
             error = [torch.stack([one.largest.float() for one in self._replays]).amax()] if self._replays else []
-            rest = [float(has_signal), float(self.bad_rows.new_ones()), self._rounding, *[NOT_REPLAYED] * (not error)]
+            rest = [float(has_signal), float(self.bad_rows.new_ones()), self._allowed, *[NOT_REPLAYED] * (not error)]
             rest = moved(rest, own.device)
             message = torch.cat([self._loss_of_update.reshape(1), rest, *(one.reshape(1) for one in error)])
-            self._answers, self._loss_of_update, self._rounding = collectives.exchange_later(message), None, 0.0
+            self._answers, self._loss_of_update, self._allowed = collectives.exchange_later(message), None, 0.0
         return loss
 
     def before_update(self, grad_norm: Any, max_steps: int, drop_update: Callable[[], None]) -> None:
@@ -224,7 +224,7 @@ class Health(TrainerCallback):
             _, number, place = collectives.everyones(own)[rank]
             place = f"rank {rank}: {place}" if collectives.world_size() > 1 else place
             causes = self.run.step.causes_of_replay_error(self.run.model_wrapped, number, most[rank])
-            self.refuse(step, errors[rank], most[rank], place, causes)
+            self.end_for_replay_error(step, errors[rank], most[rank], place, causes)
 
     def for_log(self) -> dict[str, float]:
         found = {"nonfinite_steps": self.guard.total if self.guard is not None else 0, "bad_rows": self.bad_rows.count}

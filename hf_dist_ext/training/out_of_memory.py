@@ -1,7 +1,7 @@
 """Memory that runs out in a step with the gradient cache: smaller sizes, the same gradient.
 
-`Sizes` says how far the sizes of the run file are cut down. What costs least is cut first: the wider chunks of the
-pass without a graph, kept graphs, the tiles of a loss that ran out, and then the chunks. No gradient depends on it.
+`Reductions` says how far the sizes of the run file are cut down. What costs least is cut first: the wider chunks of
+the pass without a graph, kept graphs, the tiles of a loss that ran out, then the chunks. No gradient depends on it.
 
 One process heals in place: it drops the update's gradients and runs its batches again (training/step.py). With several
 processes nothing that the rank could send is certain to be what the others wait for. So the rank stores the smaller
@@ -54,7 +54,7 @@ BESIDE_ALLOCATOR = re.compile(r"_STATUS_ALLOC_FAILED|CUDA (driver )?error: out o
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Reductions:
     """What is left of the sizes that were given."""
 
     chunk_halvings: int = 0
@@ -66,7 +66,9 @@ class Sizes:
     def share(self) -> float:
         return 0.5**self.chunk_halvings
 
-    def smaller(self, place: str, has_wider: bool, num_kept: int, has_tiles: bool, can_halve: bool) -> Sizes | None:
+    def smaller(
+        self, place: str, has_wider: bool, num_kept: int, has_tiles: bool, can_halve: bool
+    ) -> Reductions | None:
         """The next sizes after a lack of memory in a place; None: nothing that would help is left."""
         if place == ENCODE and has_wider:
             return replace(self, widens=False)
@@ -76,8 +78,8 @@ class Sizes:
             return replace(self, tile_halvings=self.tile_halvings + 1) if has_tiles else None
         return replace(self, chunk_halvings=self.chunk_halvings + 1) if can_halve else None
 
-    def smallest(self, other: Sizes) -> Sizes:
-        return Sizes(
+    def smallest(self, other: Reductions) -> Reductions:
+        return Reductions(
             max(self.chunk_halvings, other.chunk_halvings),
             min(self.max_kept_graphs, other.max_kept_graphs),
             self.widens and other.widens,
@@ -106,24 +108,24 @@ class FittingSizes:
         self.path = Path(args.output_dir, FILE)
         self.given = {name: getattr(args, f"gradient_cache_{name}") for name in FIELDS}
         self.loss = loss
-        self.now, self.place, self.cause = Sizes(), ENCODE, ""
+        self.now, self.place, self.cause = Reductions(), ENCODE, ""
         self._run = 0  # number of this start, the same on all ranks
 
     def begin(self) -> None:
         """At the start of training, on every rank."""
-        own, smallest = astuple(self._smallest_stored(Sizes())), Sizes()
+        own, smallest = astuple(self._smallest_stored(Reductions())), Reductions()
         everyone = collectives.exchange([*map(int, own), random.SystemRandom().getrandbits(60)])
         self._run = everyone[0][-1]
         for halvings, kept, widens, tiles, _ in everyone:
-            smallest = smallest.smallest(Sizes(halvings, kept, bool(widens), tiles))
-        if smallest != Sizes():
+            smallest = smallest.smallest(Reductions(halvings, kept, bool(widens), tiles))
+        if smallest != Reductions():
             logger.warning(
                 f"memory ran out with the sizes that are given, says {self.path}. This run has {smallest}; the "
                 "gradient is the same. Delete the file to try the given sizes again."
             )
         self._take(smallest)
 
-    def _take(self, sizes: Sizes) -> None:
+    def _take(self, sizes: Reductions) -> None:
         self.now = sizes
         if hasattr(self.loss, "tile_halvings"):
             self.loss.tile_halvings = sizes.tile_halvings
@@ -179,12 +181,12 @@ class FittingSizes:
     def _has_tiles(self) -> bool:
         return hasattr(self.loss, "tile_halvings") and policy.LOSS_TILE_ROWS >> self.now.tile_halvings > 1
 
-    def _smallest_stored(self, sizes: Sizes) -> Sizes:
+    def _smallest_stored(self, sizes: Reductions) -> Reductions:
         """These, or what the same fields have stored, by another rank too."""
         stored = self._read()
-        return sizes.smallest(Sizes(**stored["sizes"])) if stored.get("given") == self.given else sizes
+        return sizes.smallest(Reductions(**stored["sizes"])) if stored.get("given") == self.given else sizes
 
-    def _store(self, sizes: Sizes) -> None:
+    def _store(self, sizes: Reductions) -> None:
         sizes = asdict(self._smallest_stored(sizes))
         content = {"given": self.given, "sizes": sizes, "cause": self.cause, "run": self._run}
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -67,7 +67,7 @@ class Layout(NamedTuple):
     is_completed: bool = False  # some rank's batch lacked a column
 
     def left_to_shrink(self) -> dict[str, Any]:
-        """For `Sizes.smaller`."""
+        """For `Reductions.smaller`."""
         chunks = self.chunked.chunks()
         return {
             "has_wider": self.wide is not None,

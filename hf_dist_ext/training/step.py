@@ -37,7 +37,7 @@ from hf_dist_ext.engine.gradient_cache import (
 )
 from hf_dist_ext.engine.losses import as_output
 from hf_dist_ext.engine.outputs import Output, each, row_size
-from hf_dist_ext.engine.replay import RandomState, ReplayError, rounding
+from hf_dist_ext.engine.replay import RandomState, ReplayError, allowed_difference
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.evaluation.encoder import in_eval_mode
 from hf_dist_ext.evaluation.token_vectors import Compared, compared
@@ -45,7 +45,7 @@ from hf_dist_ext.frozen.encode_once import batch_of_pooled
 from hf_dist_ext.models.embedder import check_embeddings
 from hf_dist_ext.models.masks import padding_is_known
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.strategies.rows import EarlyGather, GatheredColumns, row_weight
+from hf_dist_ext.strategies.gathering import EarlyGather, GatheredColumns, row_weight
 from hf_dist_ext.strategies.tensors import loss_parameters
 from hf_dist_ext.training import compiling
 from hf_dist_ext.training.out_of_memory import empty_cache, is_lack_of_memory
@@ -70,7 +70,9 @@ class EmbeddingStep:
         self.layout: Layout | None = None  # of the batch that runs
         self._accumulated = 1  # batches of the update that runs
         self._gradients_are_used = True  # those of the loss's own parameters
-        self.rounding = 0.0  # by how much embeddings of the last batch may differ when they are encoded again
+        self.allowed_difference = (
+            0.0  # by how much embeddings of the last batch may differ when they are encoded again
+        )
         self._before_update: RandomState | None = None
         self._is_first_update = True
         self._states: States | None = None  # of the model before the first update of a training
@@ -105,7 +107,7 @@ class EmbeddingStep:
         batch, facts = self._split(inputs)
         strategy.begin_step()
         strategy.check_batch(batch, self.args.device)
-        step = self._healed(model, batch, facts, earlier)
+        step = self._run_until_it_fits(model, batch, facts, earlier)
         self._gradients_are_used = is_last
         if is_last:
             for parameter in own:  # of a loss of other sources: on every number of processes its gradient is zero
@@ -114,7 +116,9 @@ class EmbeddingStep:
         self.run.meter.add(step, self.layout, facts.source)
         return step
 
-    def _healed(self, model: nn.Module, batch: Batch, facts: RowFacts, earlier: Sequence[Any]) -> CachedStep:
+    def _run_until_it_fits(
+        self, model: nn.Module, batch: Batch, facts: RowFacts, earlier: Sequence[Any]
+    ) -> CachedStep:
         """Where memory runs out and the step can be run again, the update so far is dropped, and its batches are run
         again in smaller chunks from the random state before it."""
         if not earlier:
@@ -165,7 +169,7 @@ class EmbeddingStep:
             return self._score(embeddings, facts, layout, early)
 
         def stop_update(loss: torch.Tensor, found: ReplayError, drew: bool) -> torch.Tensor:
-            is_wrong = found.largest > self._rounding(bare, wide is not None and not drew)
+            is_wrong = found.largest > self._allowed_difference(bare, wide is not None and not drew)
             return strategy.mark(loss, torch.where(is_wrong, math.inf, 0.0))
 
         with budget.measured_step() if is_measured else nullcontext():
@@ -193,13 +197,13 @@ class EmbeddingStep:
                 before_last=None if strategy.holds_gradients else stop_update,
             )
         sizes.may_widen = not step.drew_randomness
-        self.rounding = self._rounding(bare, wide is not None and not step.drew_randomness)
+        self.allowed_difference = self._allowed_difference(bare, wide is not None and not step.drew_randomness)
         return replace(step, num_chunks=len(chunked.chunks()))
 
-    def _rounding(self, bare: nn.Module, was_wider: bool) -> float:
+    def _allowed_difference(self, bare: nn.Module, was_wider: bool) -> float:
         """By how much the embeddings of pass 3 may differ. `was_wider`: pass 1 had larger chunks. A compiled model has
         kernels of its own for a pass without gradients."""
-        explained = rounding(self.dtypes_of(bare), was_wider or self.args.torch_compile)
+        explained = allowed_difference(self.dtypes_of(bare), was_wider or self.args.torch_compile)
         return max(explained, self.args.replay_tolerance or 0.0)
 
     def dtypes_of(self, bare: nn.Module) -> set[torch.dtype]:

@@ -599,7 +599,7 @@ class DistTrainer(Trainer):
             self._prepare_embedding_step(model)
             accumulated, is_last = self.current_gradient_accumulation_steps, self.accelerator.sync_gradients
             step = self.step.train(model, inputs, self.health.inputs, accumulated, is_last)
-            loss, replay = step.loss / accumulated, (step.replay_error, self.step.rounding)
+            loss, replay = step.loss / accumulated, (step.replay_error, self.step.allowed_difference)
         return self.health.after_backward(loss, inputs, self.accelerator.sync_gradients, *replay)
 
     def _own_loss_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:

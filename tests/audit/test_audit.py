@@ -21,7 +21,7 @@ from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.outputs import each
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.read import load_run
-from hf_dist_ext.strategies import rows as strategy_rows
+from hf_dist_ext.strategies import gathering as strategy_gathering
 from hf_dist_ext.strategies import splitting
 from hf_dist_ext.strategies.collectives import leave_together, rank
 from hf_dist_ext.strategies.fsdp import FSDP
@@ -291,7 +291,7 @@ class NoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, own, counts, rows, begun):
         ctx.counts, ctx.index = counts, rows.index
-        return strategy_rows.Gathering(own, counts, rows.peers).wait()
+        return strategy_gathering.Gathering(own, counts, rows.peers).wait()
 
     @staticmethod
     def backward(ctx, gradient):
@@ -306,7 +306,7 @@ TOGETHER = {  # what is planted -> lines that are wrong
     "nothing": ({}, []),
     "a factor of the world size": (
         {"patch": (training_step, "row_weight", lambda own, counts: 2.0)}, [GRADIENT]),
-    "a gather without gradient": ({"patch": (strategy_rows, "_GatherRows", NoGradient)}, [GRADIENT, DIRECTION]),
+    "a gather without gradient": ({"patch": (strategy_gathering, "_GatherRows", NoGradient)}, [GRADIENT, DIRECTION]),
     "rows of another rank": ({"collator": of_first_rank}, [ROWS]),
     "a moving average": ({"model": "average"}, [PASSES]),
     "a rank's gradient is its own": ({"patch": "own"}, ["gradient equal"]),

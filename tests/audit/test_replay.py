@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_dist_ext.audit.replay_causes import States, found_causes
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.engine.replay import rounding
+from hf_dist_ext.engine.replay import allowed_difference
 from hf_dist_ext.errors import RunError
 from tests.training.test_trainer import Tiny, trainer
 
@@ -133,7 +133,7 @@ def test_the_coarsest_micro_batch_says_what_rounding_explains_of_an_update(tmp_p
     """Whether pass 1 is wider may change from one batch to the next."""
     made = trainer(tmp_path, gradient_accumulation_steps=2, max_steps=1)
     forward, explained = made.model.middle.forward, iter([1e-4, 1e-6])
-    monkeypatch.setattr(made.step, "_rounding", lambda *given: next(explained))
+    monkeypatch.setattr(made.step, "_allowed_difference", lambda *given: next(explained))
     monkeypatch.setattr(
         made.model.middle, "forward", lambda hidden: forward(hidden) * (1 + 1e-5 * torch.is_grad_enabled())
     )
@@ -169,9 +169,13 @@ def test_the_largest_error_since_the_last_line_is_logged(tmp_path, monkeypatch):
 
 
 def test_the_coarsest_numbers_say_what_rounding_explains():
-    assert rounding([torch.float32, torch.float64], False) < 1e-5 < rounding([torch.float32], True)
-    assert rounding([torch.float32, torch.bfloat16], False) == rounding([torch.bfloat16], False) < 0.05
-    assert rounding([torch.float8_e4m3fn], True) < 0.3, "a wrong embedding is off by more"
+    assert allowed_difference([torch.float32, torch.float64], False) < 1e-5 < allowed_difference([torch.float32], True)
+    assert (
+        allowed_difference([torch.float32, torch.bfloat16], False)
+        == allowed_difference([torch.bfloat16], False)
+        < 0.05
+    )
+    assert allowed_difference([torch.float8_e4m3fn], True) < 0.3, "a wrong embedding is off by more"
 
 
 def test_a_sound_forward_has_no_cause_and_all_is_as_it_was():

@@ -25,7 +25,7 @@ from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import trainable
 from hf_dist_ext.engine.losses import InfoNCELoss, LossOutput
 from hf_dist_ext.errors import RunError, UsageError
-from hf_dist_ext.frozen.plan import plan_freezing
+from hf_dist_ext.frozen.who_trains import plan_freezing
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.strategies import rows as rows_module
-from hf_dist_ext.strategies.rows import GatheredColumns, Gathering
+from hf_dist_ext.strategies import gathering
+from hf_dist_ext.strategies.gathering import GatheredColumns, Gathering
 from hf_dist_ext.training import sizes
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -65,7 +65,7 @@ class WatchedLoss(InfoNCELoss):
 def events_of(say, folder, has_towers: bool, symmetric: bool, negatives_read: bool = True) -> str:
     """Of the last of three steps."""
     signal.alarm(600)
-    rows_module.Gathering = Watched
+    gathering.Gathering = Watched
     sizes.place_out_of_memory = lambda *arguments, **options: None  # forwards that try out what fits
     torch.manual_seed(0)
     args = DistTrainingArguments(

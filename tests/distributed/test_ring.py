@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.strategies.rows import GatheredColumns, Rows, row_weight
+from hf_dist_ext.strategies.gathering import GatheredColumns, Rows, row_weight
 from tests.distributed.forked import Run, look
 from tests.engine.test_losses import make_columns
 from tests.parity import exactness_worker

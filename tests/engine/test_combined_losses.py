@@ -111,7 +111,7 @@ def test_a_part_may_return_a_tensor_or_a_pair_as_a_loss_alone_may():
 
 
 class Everyone(dict):
-    """As strategies/rows.py has it: with every rank's number of rows."""
+    """As strategies/gathering.py has it: with every rank's number of rows."""
 
     ring = SimpleNamespace(rank=1, counts={"query": [2, 3], "positive": [2, 3], "negative": [5, 4]})
 

@@ -22,7 +22,7 @@ from hf_dist_ext.evaluation.encoder import dist_encoder
 from hf_dist_ext.evaluation.evaluators import check_best_metric, named, prefix_once, run_evaluators
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.strategies.rows import Rows
+from hf_dist_ext.strategies.gathering import Rows
 from tests.distributed.forked import Run
 from tests.evaluation import evaluators
 from tests.evaluation.models import multi_vector_encoder, sentence_transformer

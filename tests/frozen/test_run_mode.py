@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
-from hf_dist_ext.frozen.plan import plan_freezing
 from hf_dist_ext.frozen.run_mode import set_frozen_mode
+from hf_dist_ext.frozen.who_trains import plan_freezing
 from tests.tiny_models import CHECKPOINTING, SMALL
 from tests.tiny_vision_language import Calls, collate, row, tiny_llava
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModel, BertModel, CLIPModel
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.frozen.plan import plan_freezing
+from hf_dist_ext.frozen.who_trains import plan_freezing
 from hf_dist_ext.models.backbones import build_backbone, parse_config
 from hf_dist_ext.models.from_run import build, describe
 from hf_dist_ext.strategies import choose

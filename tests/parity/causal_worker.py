@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from hf_dist_ext import launched
-from hf_dist_ext.frozen.plan import plan_freezing
+from hf_dist_ext.frozen.who_trains import plan_freezing
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.tensors import gathered
 from hf_dist_ext.training.arguments import DistTrainingArguments

@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModel, TrainerCallback
 from hf_dist_ext import launched
 from hf_dist_ext.checkpoints.trainable import named
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.frozen.plan import plan_freezing
+from hf_dist_ext.frozen.who_trains import plan_freezing
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.pipeline.stages import StagedModel
 from hf_dist_ext.strategies.splitting import launched_config, split, split_adapters

@@ -126,7 +126,7 @@ def run_of(case: dict, folder: str):
     who = {name: content.pop(name) for name in WHO_TRAINS if name in content}
     path.write_text(json.dumps(content), encoding="utf-8")
     run = load_run(["--config", str(path)])
-    run.given |= who  # applied by `build` itself, so that what is measured is independent of frozen/plan.py
+    run.given |= who  # applied by `build` itself, so that what is measured is independent of frozen/who_trains.py
     for name in who.keys() & vars(run.options).keys():
         setattr(run.options, name, who[name])
     return run
@@ -162,7 +162,7 @@ def predict(case: dict, run, strategy: str, world: int) -> dict[str, float]:
     found = memory.estimate(case)
     sharded = "w" in chosen.shards
     whole = memory.model_of(work).whole
-    held = memory.held(case)
+    held = memory.activation_cost(case)
     stored = whole.frozen_stored + whole.trained_stored
     return {
         "parameters": stored / (world if sharded else 1),

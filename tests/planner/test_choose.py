@@ -15,7 +15,7 @@ from hf_dist_ext.planner import auto, devices
 from hf_dist_ext.planner.catalog import GIB, MARGIN, STRATEGIES, Hardware
 from hf_dist_ext.planner.choose import LORA, make_plan, plan_workload
 from hf_dist_ext.planner.devices import CARDS, card_of, hardware_of
-from hf_dist_ext.planner.memory import Case, Settings, estimate, held, model_of
+from hf_dist_ext.planner.memory import Case, Settings, activation_cost, estimate, model_of
 from hf_dist_ext.planner.plan import _without, changes_for
 from hf_dist_ext.planner.reasons import gib
 from hf_dist_ext.planner.report import duration, write_png
@@ -238,8 +238,8 @@ def test_a_base_in_4_bits_is_counted_as_it_is_stored_and_never_sharded(make_run)
     largest = max(before[name].elements for name in changed)
     single = estimate(Case(packed, strategy("single"), Hardware(1)))
     stored = sum(one.elements * one.item for one in after.values() if not one.trains)
-    assert single.weights == pytest.approx(stored + 2 * largest + held(Case(packed)).casts)
-    assert held(Case(packed)).casts < held(Case(plain)).casts / 20  # those of adapters alone
+    assert single.weights == pytest.approx(stored + 2 * largest + activation_cost(Case(packed)).casts)
+    assert activation_cost(Case(packed)).casts < activation_cost(Case(plain)).casts / 20  # those of adapters alone
     plan = plan_workload(packed, Hardware(4, 80 * GIB))
     assert {one.strategy.name for one in plan.options if not one.why_not} == {"DDP"}
     assert option(plan, "FSDP speed").why_not == "load_in_4bit keeps the base whole in every process"

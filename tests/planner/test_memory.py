@@ -16,7 +16,7 @@ from hf_dist_ext.planner import choose
 from hf_dist_ext.planner import traced as tracing
 from hf_dist_ext.planner.catalog import GIB, STRATEGIES, Hardware
 from hf_dist_ext.planner.from_run import workload_of
-from hf_dist_ext.planner.memory import Case, Settings, estimate, held
+from hf_dist_ext.planner.memory import Case, Settings, activation_cost, estimate
 from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace, trace_record
@@ -99,7 +99,11 @@ def test_a_packed_chunk_holds_what_was_predicted(small_run, config):
     with peak_bytes(torch.device("cpu"), [*model.parameters(), *model.buffers(), *rows.values()]) as peak:
         embed(model, **features).sum().backward()
     joined = 4 * 300 * 64 * 4  # of each layer: a CPU attends length by length, and lays the results end to end
-    found, packed, padded = peak() - joined, held(Case(work)), held(Case(replace(work, packs=False)))
+    found, packed, padded = (
+        peak() - joined,
+        activation_cost(Case(work)),
+        activation_cost(Case(replace(work, packs=False))),
+    )
     assert chunk.num_tokens == 300 and found > 2**20
     assert packed.saved == pytest.approx(found, rel=0.03) and padded.saved < 0.8 * found, "two rows of 104 tokens"
 

@@ -64,7 +64,7 @@ def test_reading_fields_agrees_with_the_imported_dataclasses():
 
     from transformers import TrainingArguments
 
-    ours = config.all_fields()
+    ours = config.fields_of_run_file()
     theirs = {one.name: one for one in dataclasses.fields(TrainingArguments) if one.init}
     assert len(theirs) > 100 and set(theirs) <= set(ours)
     compared = 0
@@ -360,7 +360,7 @@ def test_the_schema_accepts_runs_and_refuses_what_load_run_refuses():
     bad += [{"temperature": 0}, {"matryoshka_dims": []}, {"pooling": None}, {"columns": {"query": 1}}]
     for keys in bad:
         assert list(validator.iter_errors(MINIMAL | keys)), keys
-    for name, one in config.all_fields().items():
+    for name, one in config.fields_of_run_file().items():
         described = schema["properties"][name]
         assert described["description"] == one.help
         if "default" in described and one.default is not None:
@@ -369,14 +369,14 @@ def test_the_schema_accepts_runs_and_refuses_what_load_run_refuses():
 
 def test_help_is_grouped_and_names_every_field():
     text = help.help_text("all")
-    for name in config.all_fields():
+    for name in config.fields_of_run_file():
         assert re.search(rf"^  --{name}:", text, re.MULTILINE), name
     positions = [text.index(title) for title in ("Model:", "Data:", "Loss:", "Gradient cache", "Optimizer:")]
     assert positions == sorted(positions)
 
 
 def test_help_is_found_by_the_beginning_of_a_section(capsys):
-    for section in {one.group for one in config.all_fields().values()}:
+    for section in {one.group for one in config.fields_of_run_file().values()}:
         assert section in help.help_text()
     assert "--temperature:" in help.help_text("loss") and "--lora_r:" not in help.help_text("loss")
     with pytest.raises(UsageError, match="no such section"):
@@ -510,7 +510,7 @@ def test_an_unknown_name_is_answered_by_its_letters_or_its_spelling(load, name, 
 
 def test_fields_that_have_another_name_here_are_answered_by_what_to_write(load):
     for name, answer in read.HINTS.items():
-        assert name not in config.all_fields(), f"{name} is a field: its answer is never given"
+        assert name not in config.fields_of_run_file(), f"{name} is a field: its answer is never given"
         assert answer in error_of(load_run, ["--config", "run.json", f"--{name}", "1"])
 
 

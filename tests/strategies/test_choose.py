@@ -16,7 +16,7 @@ from hf_dist_ext.strategies import splitting
 from hf_dist_ext.strategies.base import WHOLE, Strategy, meanwhile
 from hf_dist_ext.strategies.choose import of_accelerator, of_model
 from hf_dist_ext.strategies.fsdp import FSDP
-from hf_dist_ext.strategies.rows import Rows
+from hf_dist_ext.strategies.gathering import Rows
 from hf_dist_ext.strategies.splitting import check_can_be_split, launched_config
 from hf_dist_ext.strategies.zero import ZeRO
 from hf_dist_ext.training.arguments import DistTrainingArguments

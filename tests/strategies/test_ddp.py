@@ -17,8 +17,8 @@ from hf_dist_ext.planner.pipelines import NOT_IN_PIPELINES
 from hf_dist_ext.strategies import collectives, ddp, sparse
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.ddp import DDP
+from hf_dist_ext.strategies.gathering import Rows
 from hf_dist_ext.strategies.pipeline import options
-from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.training import learning_rate
 from hf_dist_ext.training.arguments import DistTrainingArguments
 

@@ -12,7 +12,7 @@ from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.planner.from_run import workload_of
-from hf_dist_ext.planner.memory import Case, Settings, held, model_of
+from hf_dist_ext.planner.memory import Case, Settings, activation_cost, model_of
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace
 from hf_dist_ext.tasks.adapters import adapt, quantization_of
@@ -85,7 +85,7 @@ def test_a_plan_counts_what_is_stored_and_kept(run_file):
     features = {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) > 0).long().expand(ids.shape)}
     with peak_bytes(torch.device("cpu"), [*weights, *model.buffers(), *features.values()]) as peak:
         (embed(model, **features) * torch.ones(())).sum()
-    needed = held(Case(work, settings=Settings(chunk_rows=work.batch)))
+    needed = activation_cost(Case(work, settings=Settings(chunk_rows=work.batch)))
     assert needed.total == pytest.approx(peak(), rel=0.01) and peak() > 2**18
 
 

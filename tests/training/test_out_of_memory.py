@@ -20,7 +20,7 @@ from hf_dist_ext.training.out_of_memory import (
     LAST,
     LOSS,
     REPLAY,
-    Sizes,
+    Reductions,
     is_lack_of_memory,
 )
 from tests.training.test_trainer import Centered, Tiny, trainer
@@ -136,7 +136,7 @@ def test_the_wider_chunks_of_the_first_pass_go_before_smaller_chunks_do(tmp_path
     assert max(usual) == 6, "three times the rows"
     calls = short_of_memory(short, 20, 2)
     short.train()
-    assert max(calls[:19]) == 6 and max(calls[-8:]) == 2 and short.step.sizes.fitting.now == Sizes(widens=False)
+    assert max(calls[:19]) == 6 and max(calls[-8:]) == 2 and short.step.sizes.fitting.now == Reductions(widens=False)
     assert torch.allclose(weights(short), weights(whole), atol=1e-6)
 
 
@@ -257,15 +257,15 @@ def test_another_error_is_not_taken_for_it(tmp_path):
 
 def test_what_costs_least_shrinks_first():
     left = dict(has_tiles=True, has_wider=True, num_kept=5, can_halve=True)
-    assert Sizes().smaller(ENCODE, **left) == Sizes(widens=False)
-    assert Sizes().smaller(REPLAY, **left) == Sizes(max_kept_graphs=2)
-    assert Sizes().smaller(LAST, **left | {"num_kept": 0}) == Sizes(chunk_halvings=1)
-    assert Sizes().smaller(LOSS, **left) == Sizes(max_kept_graphs=2)
-    assert Sizes().smaller(LOSS, **left | {"num_kept": 0}) == Sizes(tile_halvings=1)
+    assert Reductions().smaller(ENCODE, **left) == Reductions(widens=False)
+    assert Reductions().smaller(REPLAY, **left) == Reductions(max_kept_graphs=2)
+    assert Reductions().smaller(LAST, **left | {"num_kept": 0}) == Reductions(chunk_halvings=1)
+    assert Reductions().smaller(LOSS, **left) == Reductions(max_kept_graphs=2)
+    assert Reductions().smaller(LOSS, **left | {"num_kept": 0}) == Reductions(tile_halvings=1)
     nothing = dict(has_tiles=False, has_wider=False, num_kept=0, can_halve=False)
-    assert Sizes().smaller(LOSS, **nothing) is None and Sizes().smaller(REPLAY, **nothing) is None
-    both = Sizes(1, 4, False, 0).smallest(Sizes(0, ALL_GRAPHS, True, 2))
-    assert both == Sizes(1, 4, False, 2) and json.loads(json.dumps(both.share)) == 0.5
+    assert Reductions().smaller(LOSS, **nothing) is None and Reductions().smaller(REPLAY, **nothing) is None
+    both = Reductions(1, 4, False, 0).smallest(Reductions(0, ALL_GRAPHS, True, 2))
+    assert both == Reductions(1, 4, False, 2) and json.loads(json.dumps(both.share)) == 0.5
 
 
 def test_only_steps_that_need_clearly_more_than_any_before_are_tried_out(tmp_path, monkeypatch):

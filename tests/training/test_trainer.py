@@ -15,7 +15,7 @@ from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.strategies.rows import row_weight
+from hf_dist_ext.strategies.gathering import row_weight
 from hf_dist_ext.training import checks, same_run
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss

@@ -32,11 +32,11 @@ from hf_dist_ext.engine.gradient_cache import Embeddings, PhaseContext
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import adapters, collectives, mesh, plans, splitting
 from hf_dist_ext.strategies.base import Strategy, meanwhile
+from hf_dist_ext.strategies.gathering import Rows
 from hf_dist_ext.strategies.mesh import COPIES, PARTS, STAGES
 from hf_dist_ext.strategies.pipeline import sharded_stages, stages
 from hf_dist_ext.strategies.pipeline.options import check_model, per_rank_of, places_of, schedule_of, size
 from hf_dist_ext.strategies.pipeline.passes import Line, PipelinePasses
-from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.strategies.tensors import held_here, num_parts, whole
 
 logger = logging.get_logger(__name__)

@@ -14,7 +14,7 @@ from transformers import (
 
 from hf_dist_ext.errors import UsageError, bytes_in_words
 from hf_dist_ext.frozen.groups import module_groups
-from hf_dist_ext.frozen.plan import plan_freezing, report
+from hf_dist_ext.frozen.who_trains import plan_freezing, report
 from tests.tiny_models import dual_encoder, embedding_model, model_config
 from tests.tiny_vision_language import tiny_llava
 
