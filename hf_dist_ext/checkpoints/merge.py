@@ -225,7 +225,8 @@ def check_can_save_merged(model: nn.Module, will_be_split: bool) -> None:
     if not will_be_split or not adapters_of(model):
         return
     if is_of_sentence_transformers(model):
-        if (why := why_not_by_weights(model)) is not None:
+        others = [f'one is called "{name}", not "default"' for name in adapters_of(model) if name != "default"]
+        if (why := next(iter(others), None) or why_not_by_weights(model)) is not None:
             raise UsageError(
                 f"this run's adapters can not be merged at its end: {why}, and under FSDP, ZeRO-3, tensor parallelism "
                 "and in a pipeline only plain LoRA is merged. Train a base that lies in a folder, and leave "

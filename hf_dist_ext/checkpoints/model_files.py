@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from hf_dist_ext.checkpoints import commit, loss_state, merge, safe_reading, sentence_model, trainable, weights
 from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.checkpoints.facts import base_model, dtype_of_base
+from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.adapters import adapters_of, merged_weights, trains_beside
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies import consensus
@@ -118,6 +119,18 @@ class ModelFiles:
     def prepare(self) -> None:
         """Before anything is wrapped or trained."""
         strategy = self.strategy
+        inside = getattr(self.run.bare_model, "transformers_model", None)
+        if isinstance(inside, PreTrainedModel) and adapters_of(inside):
+            if not inside._hf_peft_config_loaded:  # transformers' own mark (5.23, integrations/peft.py)
+                raise UsageError(
+                    "get_peft_model has put adapters into the SentenceTransformer's model, which does not know of "
+                    "them: its folder would lose them. Use model.add_adapter(LoraConfig(...))."
+                )
+            if len(active := inside.active_adapters()) > 1 and self.args.save_strategy != "no" and not self.is_part:
+                raise UsageError(
+                    f"the adapters {', '.join(active)} are active, and a checkpoint of a SentenceTransformer holds "
+                    "one. Activate the one that trains: model.set_adapter(NAME)."
+                )
         if not strategy.has_engine:  # whose weights are no longer whole in a second run
             self._take_settings()  # prompts and lengths may have been changed since the trainer was made
         merges = self.ends_complete and self.are_adapters_merged

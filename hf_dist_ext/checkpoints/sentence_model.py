@@ -214,13 +214,15 @@ def _weights_of(module: Any, place: Path, dtype: torch.dtype, read_class: Read) 
     own = module.state_dict()
     if not own:
         return {}
-    if not all(key.startswith("model.") for key in own) or not isinstance(module.model, PreTrainedModel):
+    if adapters_of(inside := getattr(module, "model", None)):
+        is_inside = isinstance(inside, PreTrainedModel)
+        (active,) = inside.active_adapters() if is_inside else inside.active_adapters  # `save_pretrained` writes one
+        return _with_adapters(own, place, active, "" if is_inside else PREFIX)
+    if not all(key.startswith("model.") for key in own) or not isinstance(inside, PreTrainedModel):
         kind = own_class(module)
         takes_folder_below = "subfolder" in inspect.signature(kind.load).parameters
         loaded = kind.load(str(place), **({"subfolder": ""} if takes_folder_below else {}))
         return loaded.state_dict()
-    if adapters := adapters_of(module.model):
-        return _with_adapters(own, place, next(iter(adapters)))
     has_pooler = any(key.startswith("model.pooler.") for key in own)
     with nullcontext({}) if has_pooler else pooler_left_out(module.model.config) as without:
         weights = read(module.model, place, dtype, read_class, **without)
@@ -237,7 +239,7 @@ def read(model: Any, folder: Path, dtype: torch.dtype, read_class: Read, **optio
     return loaded.state_dict()
 
 
-def _with_adapters(own: Mapping[str, torch.Tensor], place: Path, adapter: str) -> dict[str, torch.Tensor]:
+def _with_adapters(own: Mapping[str, torch.Tensor], place: Path, adapter: str, prefix: str) -> dict[str, torch.Tensor]:
     """Adapters are read as they are, since transformers rounds them to the precision of their base."""
     if not (place / WEIGHTS).is_file():
         raise UsageError(
@@ -247,7 +249,7 @@ def _with_adapters(own: Mapping[str, torch.Tensor], place: Path, adapter: str) -
     found = {key: value for key, value in own.items() if f".{adapter}." not in key}
     for key, value in load_file(place / WEIGHTS).items():
         layer, _, side = key.removeprefix(PREFIX).rpartition(".")
-        found[f"model.{layer}.{adapter}.{side}"] = value
+        found[f"model.{prefix}{layer}.{adapter}.{side}"] = value
     return found
 
 

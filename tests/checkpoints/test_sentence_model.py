@@ -1,12 +1,13 @@
 """Checkpoints and folders of a SentenceTransformer are its own, and a resumed run is the run that did not stop."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
@@ -29,14 +30,21 @@ ROWS = Dataset.from_list(
 )
 
 
-def model_of(folder: Path, has_adapters: bool = False) -> SentenceTransformer:
+ADAPTERS = LoraConfig(r=2, target_modules=["query", "value"], lora_dropout=0.1)
+
+
+def model_of(folder: Path, adapters: Sequence[str] = (), is_wrapped: bool = False) -> SentenceTransformer:
     modules = [bert(folder), Pooling(32, "mean"), Dense(32, 8, bias=False), Normalize()]
     torch.manual_seed(1)
     torch.nn.init.normal_(modules[2].linear.weight)
     model = SentenceTransformer(modules=modules, device="cpu")
-    if has_adapters:
+    if adapters:
         set_seed(2)
-        model.add_adapter(LoraConfig(r=2, target_modules=["query", "value"], lora_dropout=0.1))
+        for name in adapters:
+            model.add_adapter(ADAPTERS, name)
+    if is_wrapped:
+        set_seed(2)
+        model[0].model = get_peft_model(model[0].model, ADAPTERS)
     return model
 
 
@@ -62,15 +70,18 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         {"trainable_modules": ["2"]},
         {"trainable_modules": ["0"]},
         {"frozen_modules": ["embeddings"]},
-        "adapters",
+        {"adapters": ["default"]},
+        {"adapters": ["other", "trained"]},
+        {"is_wrapped": True},
     ],
     ids=str,
 )
 def test_a_resumed_run_ends_with_the_weights_of_one_that_did_not_stop(tmp_path, options):
-    has_adapters, options = options == "adapters", {} if options == "adapters" else options
+    options = dict(options)
+    of_model = {name: options.pop(name) for name in ("adapters", "is_wrapped") if name in options}
 
     def build():
-        return model_of(tmp_path / "base", has_adapters)
+        return model_of(tmp_path / "base", **of_model)
 
     whole = train(tmp_path / "whole", build(), **options)
     before, expected = weights_of(build()), weights_of(whole.bare_model)
@@ -83,6 +94,17 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_did_not_stop(tmp_path, 
     assert resumed.state.global_step == 5
     for name, value in weights_of(resumed.bare_model).items():
         assert torch.equal(value, expected[name]), name
+
+
+def test_adapters_that_no_folder_would_hold_are_refused_before_training(tmp_path):
+    model = model_of(tmp_path / "base", ["one", "two"])
+    model.set_adapter(["one", "two"])
+    with pytest.raises(UsageError, match="adapters one, two are active.*set_adapter"):
+        train(tmp_path, model)
+    model = model_of(tmp_path / "base")
+    get_peft_model(model[0].model, ADAPTERS)  # and its result is not given to the model
+    with pytest.raises(UsageError, match="folder would lose them.*add_adapter"):
+        train(tmp_path, model)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "lasttoken", ("cls", "mean"), ("mean", "cls")], ids=str)
@@ -150,7 +172,7 @@ def test_the_folder_of_a_run_opens_and_gives_what_the_model_gives(tmp_path):
 def test_a_checkpoint_of_all_weights_is_refused_where_adapters_train(tmp_path):
     train(tmp_path, model_of(tmp_path))
     with pytest.raises(UsageError, match="checkpoint-5 holds no adapters"):
-        train(tmp_path, model_of(tmp_path, has_adapters=True), resume=True)
+        train(tmp_path, model_of(tmp_path, ["default"]), resume=True)
 
 
 def test_a_card_that_somebody_wrote_stays(tmp_path):
