@@ -406,9 +406,10 @@ def test_an_audit_of_a_split_model_has_a_plain_step_and_changes_nothing(tmp_path
     if SPLIT[mode].keys() & LLAMA.keys() and not splitting.is_supported():
         pytest.skip("tensor parallelism needs transformers 5.23")
 
+    path = run_file(tmp_path, learnable_temperature=True, **SPLIT[mode])
+
     def target(say) -> str:
         signal.alarm(600)
-        path = run_file(tmp_path, learnable_temperature=True, **SPLIT[mode])
         sound = audited_of(path)
         said = {"sound": sound.audit()}
         if mode.startswith("zero"):

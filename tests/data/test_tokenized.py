@@ -250,15 +250,18 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(folder, monkeypatch):
 
 
 def test_two_processes_tokenize_once(tmp_path, monkeypatch):
-    made, data = tokenized._tokens_of, rows()
+    made, data, waits = tokenized._tokens_of, rows(), tmp_path / "the other one waits"
 
     def counted(*arguments, **options):
         with open(tmp_path / "made", "a") as file:
             file.write(f"{os.getpid()}\n")
-        time.sleep(0.5)
+        deadline = time.monotonic() + 60
+        while not waits.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         return made(*arguments, **options)
 
     monkeypatch.setattr(tokenized, "_tokens_of", counted)
+    monkeypatch.setattr(kept_files, "activity", SimpleNamespace(touch=lambda: (activity.touch(), waits.touch())))
     monkeypatch.setattr(kept_files, "SECONDS_BETWEEN_SIGNS", 0.1)
 
     def target(say) -> str:
