@@ -56,7 +56,7 @@ def main() -> None:
     output_dir = options.folder / "out"
     args = DistTrainingArguments(
         output_dir=str(output_dir), num_train_epochs=2, per_device_train_batch_size=4, save_strategy="steps",
-        save_steps=1, report_to=[], disable_tqdm=True, use_cpu=True, logging_strategy="no", ddp_timeout=60,
+        save_steps=1, report_to=[], disable_tqdm=True, use_cpu=True, logging_strategy="no", ddp_timeout=300,
     )  # fmt: skip
     watch = Watch(options.folder, options.dies)
     trainer = DistTrainer(Model(), args, train_dataset=table(32), callbacks=[watch])

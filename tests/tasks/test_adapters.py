@@ -394,7 +394,7 @@ def test_a_full_disk_at_the_end_is_met_by_all_processes(run_file, tmp_path, monk
         texts = {"query": ["parse a date", "read file"] * 4, "positive": ["sort numbers by key", "lines"] * 4}
         args = DistTrainingArguments(
             output_dir=str(tmp_path / "run"), max_steps=1, save_strategy="no", report_to=[], use_cpu=True,
-            per_device_train_batch_size=4, disable_tqdm=True, gradient_cache_chunk_size=2, ddp_timeout=20,
+            per_device_train_batch_size=4, disable_tqdm=True, gradient_cache_chunk_size=2, ddp_timeout=300,
             trainable_modules=None if adapts else ["projection"],
         )  # fmt: skip
         if adapts:
