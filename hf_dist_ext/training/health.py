@@ -317,7 +317,6 @@ class BadRowCount:
         begun = begun or {"count": 0, "rows": ()}
         self._before = [] if self._tally is None else self._tally.counts()
         self.count, self._numbers = self._resumed = begun["count"], set(begun["rows"])
-        self._epoch = None if self._has_numbers else self.run.data_position.used.epoch
 
     def new_ones(self) -> int:
         """Of this rank in this epoch, without those that a resumed run has read again."""
@@ -352,8 +351,6 @@ class BadRowCount:
                 f"step {step}: {count} rows of this epoch could not be used, more than max_bad_rows="
                 f"{self.limit}. {'; '.join(self._listed())}. Mend the dataset or raise the limit."
             )
-        if not self._has_numbers and self.run.data_position.used.epoch != self._epoch:  # to Trainer a stream has one
-            self.begin_epoch(None)
 
     def of_epoch(self) -> dict[str, Any] | None:
         """For the manifest of a checkpoint."""

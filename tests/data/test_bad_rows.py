@@ -102,14 +102,6 @@ def test_bad_rows_are_counted_over_the_epoch_also_behind_a_resume(tmp_path, work
             )
 
 
-def test_the_limit_of_a_stream_is_one_of_an_epoch(tmp_path):
-    found = trainer(tmp_path, pairs({5: None}).to_iterable_dataset(), max_bad_rows=1, max_steps=9)
-    found.train()
-    assert found.data_position.used.epoch >= 2 and max(filter(None, logged(found, "bad_rows"))) == 1
-    with pytest.raises(RunError, match="2 rows of this epoch could not be used, more than max_bad_rows=1"):
-        trainer(tmp_path, pairs({5: None, 11: None}).to_iterable_dataset(), max_bad_rows=1, max_steps=9).train()
-
-
 def test_a_row_that_a_worker_meets_after_the_count_is_none_that_a_checkpoint_has_counted():
     counted = BadRowCount(4, None)
     counted._tally = Tally(1)
