@@ -348,8 +348,8 @@ class BadRowCount:
         self.count = count
         if count > (self.limit or 0):
             raise RunError(
-                f"step {step}: {count} rows of this epoch could not be used, more than max_bad_rows="
-                f"{self.limit}. {'; '.join(self._listed())}. Mend the dataset or raise the limit."
+                f"step {step}: {count} rows of this epoch (of a stream: so far) could not be used, more than "
+                f"max_bad_rows={self.limit}. {'; '.join(self._listed())}. Mend the dataset or raise the limit."
             )
 
     def of_epoch(self) -> dict[str, Any] | None:
