@@ -410,11 +410,11 @@ class DistTrainer(Trainer):
         """Where frozen features are kept, batches are to hold them."""
         if self.options.frozen_feature_cache is None:
             return
-        given = self.args, self.accelerator.autocast, self.image_stand_in
         if self.feature_cache is None:
             how = self.options.max_bad_rows, self.args.dataloader_num_workers, self.args.process_index
-            rows = read_apart(self.train_dataset, self.data_collator, *how)
-            self.feature_cache = feature_cache.filled(self.bare_model, *rows, self.loss, *given)
+            rows, collate = read_apart(self.train_dataset, self.data_collator, *how)
+            given = self.args, self.accelerator.autocast, self.image_stand_in
+            self.feature_cache = feature_cache.filled(self.bare_model, rows, collate, self.loss, *given)
         self.feature_cache.must_have_all = self.strategy.frozen_forwards_are_collective
 
     def _loader_of_rest(self) -> Any:
