@@ -154,8 +154,8 @@ class DistTrainingArguments(TrainingArguments):
     )
     max_bad_rows: int | None = option(
         None,
-        "Training rows per epoch (of a stream: in the whole run), of all ranks, that may be unreadable: each is "
-        "replaced by the next good one, counted and listed at the end. Null: the first one ends the run with its name.",
+        "Training rows per epoch (of a stream: in the whole run), of all ranks, that may be unreadable: each "
+        "is replaced by the next good one, counted and listed at the end. Null: the first one ends the run, named.",
     )
     step_timeout: float | None = option(
         None,
