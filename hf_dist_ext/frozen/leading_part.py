@@ -41,8 +41,8 @@ def frozen_leading_part(model: nn.Module) -> FrozenVectors | ImageEncoder:
         return ImageEncoder(model)
     raise UsageError(
         f"frozen_feature_cache: {type(model).__name__} has no frozen leading part to cache: that is a frozen backbone "
-        "under a projection, a frozen tower, or the frozen image encoder of a model that answers (image-text-to-text). "
-        "Freeze one, or switch the cache off."
+        "under a projection, a frozen tower, or the frozen image encoder of a model that answers (image-text-to-text)."
+        " Freeze one, or switch the cache off."
     )
 
 
