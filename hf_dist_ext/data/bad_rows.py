@@ -80,6 +80,7 @@ class BatchMaker:
     Args:
         dataset: of whose rows a batch is the numbers; None: of a stream it is the rows.
         then: each is called with the batch that the one before gives: what takes place where batches are made.
+        may_repeat: a good row of the batch may take the place of a bad one, since no loss contrasts them.
     """
 
     collate: Callable
@@ -89,6 +90,7 @@ class BatchMaker:
     can_replace: bool  # (3) holds, else (2)
     rank: int = 0  # for errors
     then: Sequence[Callable[[Any], Any]] = ()
+    may_repeat: bool = False
     num_seen: int = 0
     last_good: dict[str | None, Any] = field(default_factory=dict)  # by source, None: there is one only
 
@@ -181,6 +183,8 @@ class BatchMaker:
             if last is None and not good:
                 raise UsageError(f"{self.name}: no row of the first batch can be used. Look at the dataset.")
             return last or good[0]
+        if self.may_repeat and good:
+            return good[0]
         first, count = self._others(bad)
         tried = [first + (bad - first + step) % count for step in range(1, min(TRIES, count))]
         free = [other for other in tried if other not in good]
@@ -261,12 +265,12 @@ def make_batches(
 def read_apart(
     dataset: Any, collate: Callable, max_bad_rows: int | None, num_workers: int, rank: int
 ) -> tuple[Any, Callable]:
-    """(rows, collate) of a training set that is read once before training: bad rows are named or replaced as there,
-    and not counted, since training meets them again."""
+    """(rows, collate) of a training set that is read once before training: bad rows are named or replaced as there
+    (also by a row of the batch, as rows come in order), and not counted, since training meets them again."""
     if not hasattr(dataset, "__len__"):
         return dataset, collate
-    tally = Tally(num_workers)
-    return RowNumbers(dataset), BatchMaker(collate, dataset, name_of(dataset), tally, bool(max_bad_rows), rank)
+    given = name_of(dataset), Tally(num_workers), bool(max_bad_rows), rank
+    return RowNumbers(dataset), BatchMaker(collate, dataset, *given, may_repeat=True)
 
 
 def name_of(dataset: Any) -> str:

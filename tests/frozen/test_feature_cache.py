@@ -39,9 +39,9 @@ from tests.tiny_vision_language import BlankPictures, Calls, collate, row, tiny_
 
 def arguments(folder, **options) -> DistTrainingArguments:
     return DistTrainingArguments(
-        output_dir=str(folder / "run"), per_device_train_batch_size=4, per_device_eval_batch_size=3, max_steps=6,
+        output_dir=str(folder / "run"), per_device_train_batch_size=4, max_steps=6,
         logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
-        remove_unused_columns=False, max_grad_norm=0.0, **options,
+        remove_unused_columns=False, max_grad_norm=0.0, **{"per_device_eval_batch_size": 3} | options,
     )  # fmt: skip
 
 
@@ -312,9 +312,9 @@ def test_a_row_that_can_not_be_read_is_named_or_replaced_while_features_are_comp
     torn = datasets.Dataset.from_dict({"query": found[:12], "positive": found[12:]}).with_transform(read)
     with pytest.raises(UsageError, match=r"row 5 \(counted from 0\).*torn"):
         sentence_run(tmp_path, torn, MultipleNegativesRankingLoss)
-    weights = []
+    weights, options = [], {"max_bad_rows": 1, "per_device_eval_batch_size": 12}  # all rows are of one batch
     for cache in (False, True):
-        trainer = sentence_run(tmp_path, torn, MultipleNegativesRankingLoss, cache, max_bad_rows=1)
+        trainer = sentence_run(tmp_path, torn, MultipleNegativesRankingLoss, cache, **options)
         weights.append(trainer.model[3].linear.weight)
         assert trainer.health.bad_rows.count == 1
     assert torch.allclose(*weights, atol=1e-10)
