@@ -19,6 +19,7 @@ FIXED_WIDTH = frozenset({"siglip", "siglip_text_model", "siglip2", "siglip2_text
 CHUNKS_PER_COLUMN = 4  # at least, where columns have chunks of their own (chosen, not measured)
 LATE_TILE = (16, 32)  # queries and documents whose tokens meet at once in late interaction
 FSDP_FIELDS = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")  # pipelines: first
+DDP_FIELDS = ("ddp_comm_hook", "ddp_gradient_as_bucket_view", "ddp_static_graph")  # read where DDP runs alone
 SENT_SHARE = 0.01  # of a gradient's elements, by DDP's hooks top_k and random_k
 
 

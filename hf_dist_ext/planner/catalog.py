@@ -180,13 +180,13 @@ def adapted(strategy: StrategySpec, work: Workload, hardware: Hardware) -> Strat
 
 def refusal(strategy: StrategySpec, work: Workload, hardware: Hardware) -> str:
     """ "" where every field of the run file has a meaning."""
-    hook, sharding = (work.given.get(name) for name in ("ddp_comm_hook", "sharding"))
+    sharding, of_ddp = work.given.get("sharding"), [name for name in policy.DDP_FIELDS if work.given.get(name)]
     if work.is_in_4_bits and (strategy.shards or strategy.pipeline):
         return "load_in_4bit keeps the base whole in every process"
     if tensor_parallel_size(strategy, work, hardware) > 1 and work.optimizer not in policy.SPLIT_OPTIMIZERS:
         return f"split layers do not go with optim={work.optimizer}"
-    if hook is not None and strategy.name != "DDP":
-        return f'ddp_comm_hook="{hook}" is for DDP'
+    if of_ddp and strategy.name != "DDP":
+        return f"{of_ddp[0]} is for DDP"
     if strategy.pipeline is not None and sharding not in (None, "NO_SHARD"):
         return _stages_not_sharded(strategy.pipeline, work, hardware)
     if not is_fsdp(strategy):

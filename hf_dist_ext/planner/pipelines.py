@@ -39,7 +39,7 @@ from hf_dist_ext.planner.workload import BatchColumn, Workload
 MOST_PARTS = 8  # devices that share layers; more do not pay even inside a machine
 # As strategies/pipeline/options.py refuses them.
 NOT_IN_PIPELINES = (
-    "fp16", "torch_compile", "gradient_cache_keep_graph", "frozen_feature_cache", "save_async", "ddp_comm_hook",
+    "fp16", "torch_compile", "gradient_cache_keep_graph", "frozen_feature_cache", "save_async", *policy.DDP_FIELDS,
     "bf16_full_eval", "fp16_full_eval", "neftune_noise_alpha", "use_liger_kernel", *policy.FSDP_FIELDS[1:],
 )  # fmt: skip
 

@@ -202,8 +202,7 @@ def options(args: Any, handlers: list[Any], has_loss: bool) -> None:
         # The backward that reduces reaches every trainable parameter (Strategy.reaching_all). DDP searches after the
         # last forward only, and there are several.
         ddp.find_unused_parameters = False
-    names = ("ddp_comm_hook", "ddp_gradient_as_bucket_view", "ddp_static_graph")
-    given = {name: value for name in names if (value := getattr(args, name, None))}
+    given = {name: value for name in policy.DDP_FIELDS if (value := getattr(args, name, None))}
     if not given:
         return
     _refuse_without_ddp(next(iter(given.items())), args)
@@ -254,6 +253,8 @@ def _refuse_without_ddp(given: tuple[str, Any], args: Any) -> None:
             runs = 'FSDP, which scatters gradients itself; its precision is "reduce_dtype"'
     elif args.deepspeed or launched.uses_deepspeed():
         runs = "DeepSpeed, which reduces gradients itself"
+    elif launched.mesh_size("tp") > 1:
+        runs = "tensor parallelism, which reduces gradients itself"
     elif args.world_size == 1:
         runs = "one process, which sends no gradients"
     if runs is not None:

@@ -57,6 +57,21 @@ def test_a_pipeline_and_its_plan_refuse_what_only_fsdp_reads(field, tmp_path):
     assert field in NOT_IN_PIPELINES
 
 
+@pytest.mark.parametrize(
+    "field, value", [*dict.fromkeys(policy.DDP_FIELDS[1:], True).items(), ("ddp_comm_hook", "fp16")]
+)
+def test_what_only_ddp_reads_is_refused_where_another_strategy_runs(field, value, tmp_path, monkeypatch):
+    args = arguments(tmp_path, gradient_cache_chunk_size=4, **{field: value})
+    monkeypatch.setattr(DistTrainingArguments, "world_size", 2)
+    with pytest.raises(UsageError, match=f"a pipeline does not go with {field}="):
+        options._check_rest(args)
+    assert field in NOT_IN_PIPELINES
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    with pytest.raises(UsageError, match=f"{field}=.* has no meaning here: the run is tensor parallelism"):
+        ddp.options(args, [DistributedDataParallelKwargs()], has_loss=False)
+
+
 @pytest.mark.parametrize("hook", ["power_sgd", "top_k", "random_k"])
 def test_what_was_not_sent_is_not_added_to_a_gradient_of_another_loss_scale(hook, tmp_path, monkeypatch):
     args = arguments(tmp_path, ddp_comm_hook=hook)

@@ -96,13 +96,14 @@ def _check_rest(args: Any) -> None:
         "FSDP": bool(args.fsdp) or launched.uses_fsdp(),
         "parallelism_config in the arguments": getattr(args, "parallelism_config", None) is not None,
     }
-    refused |= {
-        f"{name}={getattr(args, name)!r}": getattr(args, name) is not None
-        for name in ("ddp_comm_hook", *policy.FSDP_FIELDS[1:])
-    } | {
-        f"{name}_size above 1 in the parallelism_config": launched.mesh_size(name) > 1
-        for name in ("dp_shard", "dp_replicate")
-    }
+    refused |= (
+        {f"{name}={getattr(args, name)!r}": getattr(args, name) is not None for name in policy.FSDP_FIELDS[1:]}
+        | {f"{name}={value!r}": bool(value) for name in policy.DDP_FIELDS for value in [getattr(args, name, None)]}
+        | {
+            f"{name}_size above 1 in the parallelism_config": launched.mesh_size(name) > 1
+            for name in ("dp_shard", "dp_replicate")
+        }
+    )
     if found := [what for what, is_given in refused.items() if is_given]:
         remedy = {"fp16=true": "Use bf16."}.get(found[0], "Leave it out, or use multi_gpu_fsdp.")
         raise UsageError(f"a pipeline does not go with {found[0]}. {remedy}")
