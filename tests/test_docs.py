@@ -6,14 +6,16 @@ import json
 import re
 import shlex
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 
 import jsonschema
 import pytest
+from transformers import TrainingArguments
 
-from hf_dist_ext import DistTrainer
+from hf_dist_ext import DistTrainer, DistTrainingArguments
 from hf_dist_ext.cli import main as hf_dist
-from hf_dist_ext.run.config import PRESET_SHORT_NAMES, fields_of_run_file
+from hf_dist_ext.run.config import PRESET_SHORT_NAMES, RunConfig, fields_of_run_file
 from hf_dist_ext.run.help import json_schema
 from hf_dist_ext.run.read import load_run
 from scripts.error_messages import messages
@@ -123,6 +125,15 @@ def test_every_package_is_named_once():
     named = re.findall(r"^\| `([\w/.]+)` \|", section, re.MULTILINE)
     here = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
     assert len(named) == len(set(named)) and set(named) == here
+
+
+def test_every_field_of_ours_is_on_a_page_and_read_outside_of_its_declaration():
+    declared = [PACKAGE / "run" / "config.py", PACKAGE / "training" / "arguments.py"]
+    theirs = {field.name for field in fields(TrainingArguments)}
+    ours = {field.name for kind in (RunConfig, DistTrainingArguments) for field in fields(kind)} - theirs
+    pages = set(re.findall(r"\w+", " ".join(map(text_of, PAGES[3:]))))
+    code = " ".join(text_of(path) for path in PACKAGE.rglob("*.py") if path not in declared)
+    assert len(ours) > 100 and not ours - pages and not ours - set(re.findall(r"\w+", code))
 
 
 PARTS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))

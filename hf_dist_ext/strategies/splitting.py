@@ -177,8 +177,9 @@ def check_rest(model: nn.Module, args: Any) -> None:
         "FSDP of accelerate": bool(args.fsdp) or launched.uses_fsdp(),
     }
     refused |= {
-        f"{name}={getattr(args, name)!r}": getattr(args, name, None) is not None
-        for name in ("ddp_comm_hook", "sharding")
+        f"{name}={value!r}": bool(value)
+        for name in (*policy.DDP_FIELDS, "sharding")
+        for value in [getattr(args, name, None)]
     }
     if given := [what for what, is_given in refused.items() if is_given]:
         remedy = "Use bf16." if given[0] == "fp16=true" else "Leave it out, or use multi_gpu_fsdp."
