@@ -1,14 +1,18 @@
 """Several losses in a run file: added up over the same rows, or one for each of several datasets."""
 
+import inspect
 import json
 
 import pytest
 import torch
 
 from hf_dist_ext.engine.combined_losses import LossPerSource, SumOfLosses
+from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.devices import hardware_of
+from hf_dist_ext.run.config import fields_of_run_file
+from hf_dist_ext.run.losses import INFONCE_FIELDS
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks.losses import build_loss
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
@@ -32,6 +36,11 @@ def written(folder, name: str, rows: list[dict]) -> str:
 
 def lines_of(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_infonce_of_a_run_file_has_the_defaults_of_infonce_from_python():
+    of_class = {name: one.default for name, one in inspect.signature(InfoNCELoss).parameters.items()}
+    assert {name: fields_of_run_file()[name].default for name in INFONCE_FIELDS}.items() <= of_class.items()
 
 
 @pytest.fixture
