@@ -359,6 +359,8 @@ class Watchdog:
             notes = {launched.rank(): note} if self._store is None else exchange_notes(self._store, note)
         except RuntimeError:  # the store is gone with its rank, which may have told everyone's notes and ended
             said = f"nothing was finished for {limit:.0f} s: {note}. The rank that keeps the notes has ended."
+            record(said)
+            time.sleep(PEER_SECONDS)  # a launcher ends this process, with the line of the rank that ended
             print(f"error (rank {launched.rank()}): {said}", file=sys.stderr, flush=True)
             os._exit(1)
         text = report(notes, limit, launched.processes())

@@ -13,7 +13,7 @@ import contextlib
 import glob
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -124,9 +124,12 @@ def push_checkpoint(run: Any, folder: Path) -> None:
     is_due = args.push_to_hub and args.hub_strategy != HubStrategy.END and (args.hub_always_push or not is_busy)
     if not is_due or not run.is_world_process_zero():
         return
-    run._finish_current_push()  # it reads the files of output_dir, which are written anew here
-    for error in filter(None, (job.exception() for job in before.jobs)) if before else ():
-        logger.warning(f"A push in the middle of the run failed: {error}. The next one sends the newer model.")
+    # An earlier push reads the files of output_dir, which are written anew here. Others wait for this rank meanwhile.
+    patience = min(args.ddp_timeout, getattr(args, "step_timeout", None) or args.ddp_timeout) / 2
+    if is_busy and wait(before.jobs, patience).not_done:
+        logger.warning(f"{folder.name} is not pushed: the push before it has not ended within {patience:.0f} s.")
+        return
+    tell_failed(before)
     run.callback_handler.on_push_begin(args, run.state, run.control)
     output_dir, repo_id = Path(args.output_dir), str(run.hub_model_id)
     message, jobs = f"Training in progress, step {run.state.global_step}", []
@@ -138,6 +141,11 @@ def push_checkpoint(run: Any, folder: Path) -> None:
         options |= {"run_as_future": True, "commit_message": f"{message}, checkpoint"}
         jobs.append(HfApi().upload_folder(repo_id=repo_id, folder_path=folder, path_in_repo=path, **options))
     run.push_in_progress = PushInProgress(jobs)
+
+
+def tell_failed(push: PushInProgress | None) -> None:
+    for error in filter(None, (job.exception() for job in push.jobs if job.done()) if push else ()):
+        logger.warning(f"A push in the middle of the run failed: {error}. A later one sends the newer model.")
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """What processes do together, whatever the strategy.
 
 Processes on a machine without an accelerator become a gloo group, FSDP included. All ranks tell each other small
-numbers and texts, decide by the memory that all have, and leave together. Rows travel in `rows.py`. W is the number of
-ranks.
+numbers and texts, decide by the memory that all have, and leave together. Rows travel in `gathering.py`. W is the
+number of ranks.
 """
 
 from __future__ import annotations

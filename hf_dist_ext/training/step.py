@@ -70,9 +70,7 @@ class EmbeddingStep:
         self.layout: Layout | None = None  # of the batch that runs
         self._accumulated = 1  # batches of the update that runs
         self._gradients_are_used = True  # those of the loss's own parameters
-        self.allowed_difference = (
-            0.0  # by how much embeddings of the last batch may differ when they are encoded again
-        )
+        self.allowed_difference = 0.0  # between embeddings of the last batch and those that are encoded again
         self._before_update: RandomState | None = None
         self._is_first_update = True
         self._states: States | None = None  # of the model before the first update of a training

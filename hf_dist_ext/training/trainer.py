@@ -770,6 +770,7 @@ class DistTrainer(Trainer):
             if loads_best and self.state.best_model_checkpoint is not None:
                 self._load_best()
             output = super()._finalize_training(*arguments, **options)
+        hub.tell_failed(self.push_in_progress)
         return output._replace(training_loss=output.metrics.get("train_loss", math.nan))
 
     def _load_best(self) -> None:

@@ -93,7 +93,14 @@ def test_a_push_of_what_was_trained_is_merged_as_its_checkpoint_is(tmp_path, hub
 def test_a_push_that_failed_in_the_middle_of_a_run_is_told(tmp_path, hub, caplog):  # noqa: F811
     hub.refuses.append("/commit/")
     test_trainable.make(tmp_path / "out", test_trainable.base(tmp_path), **HUB).train()
-    assert len([line for line in caplog.messages if "push in the middle of the run failed" in line]) == 1
+    assert len([line for line in caplog.messages if "push in the middle of the run failed" in line]) == 2
+
+
+def test_a_checkpoint_is_not_pushed_while_the_push_before_it_does_not_end(tmp_path, hub, caplog):  # noqa: F811
+    hub.is_slow = True
+    trainer = test_trainable.make(tmp_path / "out", test_trainable.base(tmp_path), ddp_timeout=0.1, **HUB)
+    trainer.train()
+    assert "checkpoint-4 is not pushed" in caplog.text and len(pushes_to(hub)) == 1
 
 
 def test_with_trainers_own_arguments_no_push_holds_the_token(tmp_path, hub):  # noqa: F811

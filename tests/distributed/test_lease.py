@@ -32,6 +32,7 @@ class PauseAt(TrainerCallback):
 
 
 def train(say, folder: Path, in_save: bool) -> str:
+    signal.alarm(600)
     args = DistTrainingArguments(
         output_dir=str(folder), report_to=[], disable_tqdm=True, use_cpu=True, max_steps=8, save_steps=2,
         per_device_train_batch_size=2, save_total_limit=1,

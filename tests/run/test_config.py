@@ -434,6 +434,7 @@ def test_a_process_that_takes_too_long_ends_also_when_the_notes_of_all_are_gone_
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(failures.os, "_exit", end)
+    monkeypatch.setattr(failures, "PEER_SECONDS", 0)
     with pytest.raises(SystemExit) as ended:
         failures.Watchdog(lambda: 3.0, Gone())._expire(3.0)
     assert ended.value.code == 1 and "error (rank 1): nothing was finished for 3 s: step " in capsys.readouterr().err
