@@ -173,7 +173,7 @@ class FeatureStore:
     def get(self, keys: Sequence[bytes]) -> torch.Tensor:
         """(n, ...) features in the order of the keys, which must all be there."""
         if not keys:  # a column of which this batch has no row
-            return self.get(self.keys[:1].tolist())[:0]
+            return self.get([self.keys[:1].tobytes()])[:0]  # tolist() cuts zeros off a key's end
         rows = []
         for key in keys:
             shard, i = self._place(key)

@@ -229,6 +229,7 @@ def test_the_sorted_table_of_keys_answers_as_a_dictionary_would(tmp_path):
         own = [(store.shards[shard], row) for shard, row in map(store._place, value_of)]
         assert own == [(reader.shards[shard], row) for shard, row in map(reader._place, value_of)]
     assert sum(len(load_file(path)["keys"]) for path in tmp_path.glob("*.safetensors")) > len(value_of)
+    assert min(value_of).endswith(b"\0") and reader.get([]).shape == (0, 2)
     assert len(FeatureStore(tmp_path / "empty")) == 0 and key(1, 2) not in FeatureStore(tmp_path / "empty")
 
 
