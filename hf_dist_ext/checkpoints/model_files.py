@@ -119,8 +119,21 @@ class ModelFiles:
     def prepare(self) -> None:
         """Before anything is wrapped or trained."""
         strategy = self.strategy
+        merges = self.ends_complete and self.are_adapters_merged
         inside = getattr(self.run.bare_model, "transformers_model", None)
-        if isinstance(inside, PreTrainedModel) and adapters_of(inside):
+        if adapters_of(inside) and not isinstance(inside, PreTrainedModel):  # what `get_peft_model` gives
+            use = "Put them in by model.add_adapter(LoraConfig(...), NAME), without get_peft_model."
+            if (active := inside.active_adapters) != ["default"]:  # others are saved in a folder of their name
+                raise UsageError(
+                    f"the active adapters {', '.join(active)} belong to a PeftModel in the SentenceTransformer, "
+                    f'whose folder opens with the adapter called "default" alone and would lose what trains. {use}'
+                )
+            if merges:
+                raise UsageError(
+                    "this run would end with a complete model, and adapters of a PeftModel inside a "
+                    f"SentenceTransformer can not be merged. {use}"
+                )
+        elif adapters_of(inside):
             if not inside._hf_peft_config_loaded:  # transformers' own mark (5.23, integrations/peft.py)
                 raise UsageError(
                     "get_peft_model has put adapters into the SentenceTransformer's model, which does not know of "
@@ -133,7 +146,6 @@ class ModelFiles:
                 )
         if not strategy.has_engine:  # whose weights are no longer whole in a second run
             self._take_settings()  # prompts and lengths may have been changed since the trainer was made
-        merges = self.ends_complete and self.are_adapters_merged
         if self.args.save_full_model or (self._is_apart and merges):
             merge.check_can_save_merged(self.run.bare_model, self._is_apart)
         if self.frozen_digests is None and (self.is_part or self.has_adapters):

@@ -216,7 +216,8 @@ def _weights_of(module: Any, place: Path, dtype: torch.dtype, read_class: Read) 
         return {}
     if adapters_of(inside := getattr(module, "model", None)):
         is_inside = isinstance(inside, PreTrainedModel)
-        (active,) = inside.active_adapters() if is_inside else inside.active_adapters  # `save_pretrained` writes one
+        # at the root lies the active one, or that of a PeftModel which is called "default"
+        (active,) = inside.active_adapters() if is_inside else ["default"]
         return _with_adapters(own, place, active, "" if is_inside else PREFIX)
     if not all(key.startswith("model.") for key in own) or not isinstance(inside, PreTrainedModel):
         kind = own_class(module)

@@ -33,7 +33,8 @@ ROWS = Dataset.from_list(
 ADAPTERS = LoraConfig(r=2, target_modules=["query", "value"], lora_dropout=0.1)
 
 
-def model_of(folder: Path, adapters: Sequence[str] = (), is_wrapped: bool = False) -> SentenceTransformer:
+def model_of(folder: Path, adapters: Sequence[str] = (), wrapped: Sequence[str] = ()) -> SentenceTransformer:
+    """`wrapped`: the adapters of a PeftModel inside."""
     modules = [bert(folder), Pooling(32, "mean"), Dense(32, 8, bias=False), Normalize()]
     torch.manual_seed(1)
     torch.nn.init.normal_(modules[2].linear.weight)
@@ -42,9 +43,11 @@ def model_of(folder: Path, adapters: Sequence[str] = (), is_wrapped: bool = Fals
         set_seed(2)
         for name in adapters:
             model.add_adapter(ADAPTERS, name)
-    if is_wrapped:
+    if wrapped:
         set_seed(2)
-        model[0].model = get_peft_model(model[0].model, ADAPTERS)
+        model[0].model = get_peft_model(model[0].model, ADAPTERS, adapter_name=wrapped[0])
+        for name in wrapped[1:]:
+            model[0].model.add_adapter(name, ADAPTERS)
     return model
 
 
@@ -72,13 +75,14 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         {"frozen_modules": ["embeddings"]},
         {"adapters": ["default"]},
         {"adapters": ["other", "trained"]},
-        {"is_wrapped": True},
+        {"wrapped": ["default"]},
+        {"wrapped": ["default", "other"]},
     ],
     ids=str,
 )
 def test_a_resumed_run_ends_with_the_weights_of_one_that_did_not_stop(tmp_path, options):
     options = dict(options)
-    of_model = {name: options.pop(name) for name in ("adapters", "is_wrapped") if name in options}
+    of_model = {name: options.pop(name) for name in ("adapters", "wrapped") if name in options}
 
     def build():
         return model_of(tmp_path / "base", **of_model)
@@ -105,6 +109,23 @@ def test_adapters_that_no_folder_would_hold_are_refused_before_training(tmp_path
     get_peft_model(model[0].model, ADAPTERS)  # and its result is not given to the model
     with pytest.raises(UsageError, match="folder would lose them.*add_adapter"):
         train(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    "adapters, active", [("trained", "trained"), ("default trained", "trained"), ("default b",) * 2]
+)
+def test_a_peft_model_inside_is_refused_before_training_where_its_folder_would_open_without_what_trains(
+    tmp_path, adapters, active
+):
+    model = model_of(tmp_path / "base", wrapped=adapters.split())
+    model[0].model.base_model.set_adapter(active.split())
+    with pytest.raises(UsageError, match=f"active adapters {', '.join(active.split())} .*opens with.*add_adapter"):
+        train(tmp_path, model)
+
+
+def test_a_peft_model_inside_is_refused_before_training_where_it_would_be_merged_at_the_end(tmp_path):
+    with pytest.raises(UsageError, match="can not be merged.*add_adapter"):
+        train(tmp_path, model_of(tmp_path / "base", wrapped=["default"]), save_full_model=True)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "lasttoken", ("cls", "mean"), ("mean", "cls")], ids=str)
