@@ -6,6 +6,7 @@ so every group of files may raise them.
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -25,6 +26,15 @@ class StorageError(RunError):
     """Files that could not be read for a while: the same command may be started again later."""
 
     exit_code = 74  # EX_IOERR
+
+
+def in_short(error: UsageError | RunError) -> UsageError | RunError:
+    """An error of a loader worker without the worker's traceback around it."""
+    kind = type(error)
+    if not str(error).startswith(f"Caught {kind.__name__}"):
+        return error
+    *_, last = re.split(rf"^[\w.]*{kind.__name__}: ", str(error), flags=re.MULTILINE)
+    return kind(last.strip())
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -288,15 +288,6 @@ def original_row(rows: Any, number: int) -> int:
     return number if indices is None else indices.column(0)[number].as_py()
 
 
-def in_short(error: UsageError | RunError) -> UsageError | RunError:
-    """An error of a loader worker without the worker's traceback around it."""
-    kind = type(error)
-    if not str(error).startswith(f"Caught {kind.__name__}"):
-        return error
-    *_, last = re.split(rf"^[\w.]*{kind.__name__}: ", str(error), flags=re.MULTILINE)
-    return kind(last.strip())
-
-
 def listing(tally: Tally, rows: Any) -> str:
     listed = [str(original_row(rows, number)) for number in tally.rows()[:SHOWN]]
     return ", ".join(listed) + (", ..." if tally.count() > SHOWN else "")

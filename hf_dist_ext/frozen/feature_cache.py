@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Subset
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from hf_dist_ext.errors import UsageError, bytes_in_words
+from hf_dist_ext.errors import RunError, UsageError, bytes_in_words, in_short
 from hf_dist_ext.frozen.feature_store import FeatureStore, part_digest, row_keys
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.frozen.leading_part import FEATURES, ImageEncoder, frozen_leading_part
@@ -128,6 +128,8 @@ class FeatureCache:
                 for keys, features in computed:
                     self.store.add(keys, features)
             self.store.flush()
+        except (UsageError, RunError) as error:
+            raise in_short(error) from error
         finally:
             for module, device in places:
                 module.to(device)

@@ -24,11 +24,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.utils import logging
 
-from hf_dist_ext.data.bad_rows import Tally, in_short, listing, make_batches, name_of
+from hf_dist_ext.data.bad_rows import Tally, listing, make_batches, name_of
 from hf_dist_ext.engine import replay
 from hf_dist_ext.engine.replay import ReplayError
 from hf_dist_ext.engine.rows import moved
-from hf_dist_ext.errors import RunError, UsageError
+from hf_dist_ext.errors import RunError, UsageError, in_short
 from hf_dist_ext.failures import Watchdog, activity, end_with_launcher, set_collective_timeout
 from hf_dist_ext.run import lease
 from hf_dist_ext.run.preemption import StopSignals, write_mark

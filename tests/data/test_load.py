@@ -17,7 +17,6 @@ import pytest
 import torch
 from PIL import Image
 
-from hf_dist_ext.data.bad_rows import in_short
 from hf_dist_ext.data.code_search import train_tokenizer
 from hf_dist_ext.data.collator import content_id
 from hf_dist_ext.data.columns import column_names
@@ -26,7 +25,7 @@ from hf_dist_ext.data.row_check import content_mask
 from hf_dist_ext.data.row_ids import numbered, shared_ids
 from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.data.stream_readers import Blocks, Readers
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import UsageError, in_short
 from hf_dist_ext.run.config import RunConfig
 from tests.launching import environment
 

@@ -311,8 +311,9 @@ def test_a_row_that_can_not_be_read_is_named_or_replaced_while_features_are_comp
         return rows
 
     torn = datasets.Dataset.from_dict({"query": found[:12], "positive": found[12:]}).with_transform(read)
-    with pytest.raises(UsageError, match=r"row 5 \(counted from 0\).*torn"):
-        sentence_run(tmp_path, torn, MultipleNegativesRankingLoss)
+    for workers in (0, 1):
+        with pytest.raises(UsageError, match=r"^the training set \(Dataset\), row 5 \(counted from 0\).*torn"):
+            sentence_run(tmp_path, torn, MultipleNegativesRankingLoss, dataloader_num_workers=workers)
     weights, options = [], {"max_bad_rows": 1, "per_device_eval_batch_size": 12}  # all rows are of one batch
     for cache in (False, True):
         trainer = sentence_run(tmp_path, torn, MultipleNegativesRankingLoss, cache, **options)
