@@ -28,6 +28,7 @@ from hf_dist_ext.checkpoints import safe_reading
 from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.checkpoints.weights import differences, refuse, shapes
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.adapters import PREFIX, parameters_of_adapters
 from hf_dist_ext.strategies.base import WHOLE, Strategy
 from hf_dist_ext.strategies.tensors import bare_optimizer, empty_like, is_split, put, whole
 
@@ -295,7 +296,9 @@ def base_digests(model: nn.Module) -> dict[str, str]:
         return {}
     digests = frozen_digests(model, frozenset(name for name, p in model.named_parameters() if p.requires_grad))
     backbone = getattr(model, "transformers_model", None)  # of a SentenceTransformer, which saves its other modules
-    inside = None if backbone is None else {id(parameter) for parameter in backbone.parameters()}
+    inside = None if backbone is None else {id(p) for p in backbone.parameters()}
+    if inside is not None:
+        inside -= {id(p) for p in parameters_of_adapters(backbone)}  # its folder holds nothing of inactive ones
     kept = {name for name, p in model.named_parameters() if inside is None or id(p) in inside}
     return {name: digest for name, digest in digests.items() if name in kept}
 
@@ -323,9 +326,20 @@ def check_base(folder: Path, model: nn.Module) -> None:
     """`check_frozen` for adapters, of which `folder` may name other parts than `model`, in which nothing trains any
     more."""
     if (folder / FROZEN).is_file():
-        known = json.loads((folder / FROZEN).read_text(encoding="utf-8"))
-        digests = frozen_digests(model, frozenset(name for name, _ in model.named_parameters() if name not in known))
-        check_frozen(folder, {name: digest for name, digest in digests.items() if name in known})
+        is_inside = getattr(model, "transformers_model", None) is not None
+        place, saved = _place if is_inside else str, json.loads((folder / FROZEN).read_text(encoding="utf-8"))
+        known = {place(name): name for name in saved}
+        digests = frozen_digests(model, frozenset(n for n, _ in model.named_parameters() if place(n) not in known))
+        found = {known[place(name)]: digest for name, digest in digests.items() if place(name) in known}
+        # a pooler that no embedding depends on is left out (models/from_run.py)
+        without = {name for name in saved if is_inside and ".pooler." in name}
+        check_frozen(folder, {name: saved[name] for name in without} | found)
+
+
+def _place(name: str) -> str:
+    """Of a weight of a SentenceTransformer, whose modules have names of their own in a script, and whose model may be
+    wrapped by peft there."""
+    return name.partition(".")[2].replace(PREFIX, "", 1)
 
 
 def check_frozen(folder: Path, digests: Mapping[str, str]) -> None:

@@ -77,10 +77,15 @@ def put_in(model: Any, folder: Path, weights: Mapping[str, torch.Tensor] | None 
 def keep_wide(backbone: Any) -> None:
     """Adapters that `add_adapter` has put in are float32 also over a base in half precision, as those of peft are:
     small updates would be rounded away."""
-    for _, layer in _adapted(backbone):
-        for name, parameter in layer.named_parameters():
-            if "base_layer" not in name and parameter.dtype in HALF:
-                parameter.data = parameter.data.float()
+    for parameter in parameters_of_adapters(backbone):
+        if parameter.dtype in HALF:
+            parameter.data = parameter.data.float()
+
+
+def parameters_of_adapters(backbone: Any) -> list[nn.Parameter]:
+    """Those that peft has put into a model of transformers, of inactive adapters too."""
+    named = [one for _, layer in _adapted(backbone) for one in layer.named_parameters()]
+    return [parameter for name, parameter in named if "base_layer" not in name]
 
 
 def merge_inside(backbone: Any) -> None:

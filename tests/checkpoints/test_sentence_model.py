@@ -16,7 +16,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import set_seed
 
 from hf_dist_ext import DistTrainer, DistTrainingArguments
-from hf_dist_ext.checkpoints import sentence_model, weights
+from hf_dist_ext.checkpoints import merge, sentence_model, weights
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.base import Strategy
 from tests.sentence_models import bert, chat_model, routed_model
@@ -121,6 +121,29 @@ def test_a_peft_model_inside_is_refused_before_training_where_its_folder_would_o
     model[0].model.base_model.set_adapter(active.split())
     with pytest.raises(UsageError, match=f"active adapters {', '.join(active.split())} .*opens with.*add_adapter"):
         train(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    "kind, names",
+    [
+        ("adapters", ["default"]),
+        ("adapters", ["other", "trained"]),
+        ("wrapped", ["default"]),
+        ("wrapped", ["default", "other"]),
+    ],
+    ids=str,
+)
+def test_the_adapters_of_a_script_are_merged_and_not_into_a_base_that_changed(tmp_path, kind, names):
+    trained = train(tmp_path, model_of(tmp_path / "base", **{kind: names}))
+    trained.save_model()
+    model = trained.bare_model.eval()
+    for number, source in enumerate([tmp_path / "out", tmp_path / "out" / "checkpoint-5"]):
+        merge.merge(source, tmp_path / f"merged-{number}")
+        merged = SentenceTransformer(str(tmp_path / f"merged-{number}"), device="cpu")
+        torch.testing.assert_close(torch.as_tensor(merged.encode(WORDS)), torch.as_tensor(model.encode(WORDS)))
+    bert(tmp_path / "base", seed=5)
+    with pytest.raises(UsageError, match="[0-9]+ with other values"):
+        merge.merge(tmp_path / "out", tmp_path / "merged-2")
 
 
 def test_a_peft_model_inside_is_refused_before_training_where_it_would_be_merged_at_the_end(tmp_path):
