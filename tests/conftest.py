@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import os
 import signal
 import tempfile
@@ -50,6 +51,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Every end of a training collects garbage, which takes half a second when it looks at all that was imported."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def transformers_warns_as_before():
+    """An audit that a test runs in this process has transformers say errors alone, and later tests read warnings."""
+    of_transformers = logging.getLogger("transformers")
+    before = of_transformers.level
+    yield
+    of_transformers.setLevel(before or logging.WARNING)
 
 
 @pytest.fixture(autouse=True, scope="session")
