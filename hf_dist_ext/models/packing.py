@@ -8,6 +8,7 @@
         sdpa elsewhere            scaled_dot_product_attention, once for every run of rows of equal length
 (2) a mask that is there and that nobody reads keeps transformers from making one of t x t
 (3) the mean, first or last token of every row is found by the offsets at which rows begin
+(4) padded rows: no forward asks the device whether any row is padded (`padding_is_known`)
 
 `rows` are those of engine/packing.py (`RowBounds`). Shapes: b rows, t tokens of all of them, H the backbone's width, h
 heads of width d.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any
 
@@ -25,10 +27,11 @@ import torch
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_dist_ext.policy import FLASH, PACKED_FAMILIES, VARLEN_CAPABILITY, VARLEN_HEAD_WIDTH
+from hf_dist_ext.strategies.base import meanwhile
 
 # torch 2.11's function takes fewer heads of keys than of queries without being told. Remove when the minimum is 2.12.
 VARLEN_IS_TOLD_OF_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -255,3 +258,22 @@ def pool_packed(tokens: torch.Tensor, rows: Any, pooling: str) -> torch.Tensor:
         return torch.segment_reduce(tokens.to(wide), "mean", offsets=offsets.long(), axis=0)
     places = offsets[:-1] if pooling == "cls" else offsets[1:] - 1
     return tokens[places.long()].to(wide)
+
+
+# transformers reads every mask back to the host, to run attention without one, in a faster kernel, where no row is
+# padded, and so the host waits for the device in every forward. Whoever cut the chunk knows (`Chunk.is_full`).
+ASKS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")  # (mask of real tokens or None, ...)
+
+
+def padding_is_known(is_full: bool | None) -> AbstractContextManager:
+    """Around a forward. `is_full`: whether none of its rows is padded; None: transformers looks."""
+    asks = () if is_full is None else ASKS
+    answers = {name: functools.partial(_answered, getattr(masking_utils, name), is_full) for name in asks}
+    return meanwhile(masking_utils, **answers)
+
+
+def _answered(theirs: Callable, is_full: bool, padding_mask: Any, *given: Any, **more: Any) -> bool:
+    """Whether the mask can be left out."""
+    if padding_mask is None or is_full:
+        return theirs(None, *given, **more)
+    return False

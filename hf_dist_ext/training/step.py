@@ -43,7 +43,7 @@ from hf_dist_ext.evaluation.encoder import in_eval_mode
 from hf_dist_ext.evaluation.token_vectors import Compared, compared
 from hf_dist_ext.frozen.encode_once import batch_of_pooled
 from hf_dist_ext.models.embedder import check_embeddings
-from hf_dist_ext.models.masks import padding_is_known
+from hf_dist_ext.models.packing import padding_is_known
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.gathering import EarlyGather, GatheredColumns, row_weight
 from hf_dist_ext.strategies.tensors import loss_parameters

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModel, masking_utils
 
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.tables import ChunkLimits
-from hf_dist_ext.models.masks import ASKS, padding_is_known
+from hf_dist_ext.models.packing import ASKS, padding_is_known
 from tests.tiny_models import model_config
 
 
