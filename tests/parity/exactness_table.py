@@ -1,6 +1,6 @@
 """Prints the exactness table: configuration, and the largest relative gradient error per way of running it.
 
-python tests/parity/exactness_table.py            # about an hour on two cores
+python tests/parity/exactness_table.py            # about two hours on two cores
 python tests/parity/exactness_table.py --columns "PP 2, 1f1b" "TP 2" --rows LoRA "causal LM" --output exactness.json
 """
 
