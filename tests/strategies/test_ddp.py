@@ -14,7 +14,7 @@ from hf_dist_ext import policy
 from hf_dist_ext.checkpoints import resume
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.pipelines import NOT_IN_PIPELINES
-from hf_dist_ext.strategies import collectives, ddp, sparse
+from hf_dist_ext.strategies import collectives, ddp, sparse, splitting
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.ddp import DDP
 from hf_dist_ext.strategies.gathering import Rows
@@ -66,6 +66,8 @@ def test_what_only_ddp_reads_is_refused_where_another_strategy_runs(field, value
     with pytest.raises(UsageError, match=f"a pipeline does not go with {field}="):
         options._check_rest(args)
     assert field in NOT_IN_PIPELINES
+    with pytest.raises(UsageError, match=f"tensor parallelism does not go with {field}="):
+        splitting.check_rest(torch.nn.Linear(1, 1), args)
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
     with pytest.raises(UsageError, match=f"{field}=.* has no meaning here: the run is tensor parallelism"):
