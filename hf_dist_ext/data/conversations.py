@@ -46,7 +46,9 @@ from hf_dist_ext.run.config import RunConfig
 
 COLUMNS = ("image", "conversations", "prompt", "answer")
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+TEXTS = ("value", "content")  # of a turn
 MARK = "<image>"
+VERSION = 2  # of the rows that are kept of a JSON file
 ROW = "row"  # the number of a row in its file, for errors
 Message = dict[str, Any]  # {"role": ..., "content": [{"type": "image"} | {"type": "text", "text": ...}, ...]}
 
@@ -74,18 +76,17 @@ def open_rows(name: str, run: RunConfig) -> Mapping[str, AnyDataset]:
         return digits.load_digits(run.dataset_config_name)
     path = Path(name).expanduser()
     if path.suffix in (".json", ".jsonl") and path.is_file() and not run.streaming:
-        names = run.columns or {}
-        return {"train": _kept(path, {names.get(column, column) for column in COLUMNS}, names)}
+        return {"train": _kept(path, run.columns or {})}
     return open_splits(name, run)
 
 
-def _kept(path: Path, kept: set[str], names: Mapping[str, Any]) -> Dataset:
+def _kept(path: Path, names: Mapping[str, Any]) -> Dataset:
     """The rows of a file, kept in `datasets`' cache: one process parses it, the others and later runs read Arrow."""
-    facts = [str(path.resolve()), facts_of(path), sorted(kept), sorted(map(repr, names.items()))]
+    facts = [VERSION, str(path.resolve()), facts_of(path), sorted(map(repr, names.items()))]
     key = hashlib.blake2b(repr([*facts, datasets.__version__]).encode(), digest_size=16).hexdigest()
 
     def make(folder: Path) -> None:
-        Dataset.from_list([_uniform(row, kept, names) for row in _json_rows(path)]).save_to_disk(str(folder))
+        Dataset.from_dict(_uniform(_json_rows(path), names)).save_to_disk(str(folder))
 
     return kept_file(key, lambda folder: datasets.load_from_disk(str(folder)), make)
 
@@ -107,18 +108,32 @@ def _json_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _uniform(row: dict[str, Any], kept: set[str], names: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with one type per column: Arrow would refuse a file where `image` is now a name and now a list."""
-    row = {name: row.get(name) for name in kept if name in row}
-    image, turns = names.get("image", "image"), names.get("conversations", "conversations")
-    row[image] = [str(one) for one in as_list(row.get(image)) if one is not None]
-    if isinstance(row.get(turns), list):
-        row[turns] = [{key: _text(value) for key, value in dict(turn).items()} for turn in row[turns]]
-    return row
+def _uniform(rows: list[dict[str, Any]], names: Mapping[str, Any]) -> dict[str, list]:
+    """The columns that any row has, of one type each: Arrow would refuse a file where `image` is now a name and now a
+    list. `names`: what the run calls them; a file to evaluate on may call them as here."""
+    there = {name for row in rows for name in row}
+    found = {}
+    for column in COLUMNS:
+        known = [name for name in (names.get(column, column), column) if isinstance(name, str) and name in there]
+        if known or column == "image":
+            source = known[0] if known else names.get(column, column)
+            found[source] = [_of_one_type(column, row.get(source)) for row in rows]
+    return found if rows else {}
 
 
-def _text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value)
+def _of_one_type(column: str, value: Any) -> Any:
+    if column == "image":
+        return [str(one) for one in as_list(value) if one is not None]
+    if column == "conversations" and isinstance(value, list):
+        return [{key: _text(key, one) for key, one in dict(turn).items()} for turn in value]
+    return value
+
+
+def _text(key: str, value: Any) -> str | None:
+    """None: a turn whose text is none, which `ConversationReader` refuses by its row."""
+    if value is None or isinstance(value, str):
+        return value
+    return None if key in TEXTS and isinstance(value, list | dict) else json.dumps(value)
 
 
 # (2) ---------------------------------------------------------------------------------------------------------------

@@ -77,11 +77,12 @@ def hold_out(
 def kept_together(run: RunConfig, dataset: AnyDataset) -> list[str]:
     """Columns whose equal values must not be in training and in evaluation: pictures and the id."""
     features = dataset.features or {}
+    known = features or columns_of(dataset)  # a stream of CSV knows no types
     is_conversation = run.task == "image-text-to-text"
     pictures = [name for name, one in features.items() if _holds_pictures(one)]
     named = [(run.columns or {}).get("image", "image")] if is_conversation else []
     ids = [run.id_column] if run.id_column else []
-    return [name for name in dict.fromkeys([*pictures, *named, *ids]) if name in features]
+    return [name for name in dict.fromkeys([*pictures, *named, *ids]) if name in known]
 
 
 def _holds_pictures(feature: Any) -> bool:
@@ -163,7 +164,8 @@ def _keys(row: dict[str, Any], together: Sequence[str], alike: Sequence[str]) ->
     shared = [
         (name, one if isinstance(one, str | int) else repr(one)) for name in together for one in _values(row[name])
     ]
-    return [*shared, digest([row[name] for name in alike])] if alike else shared
+    names = alike or ([] if shared else sorted(row))  # a row without a picture is told by all that it holds
+    return [*shared, digest([row[name] for name in names])] if names else shared
 
 
 def _shares_nothing(row: dict[str, Any], held: set, together: list[str], alike: list[str]) -> bool:

@@ -140,7 +140,7 @@ class ImageTextCollator:
         starts_with_bos = self.tokenizer.bos_token is not None and texts[0].startswith(self.tokenizer.bos_token)
         options = {"add_special_tokens": False} if starts_with_bos else {}
         if any(images):
-            options["images"] = images if all(images) else [one for of_row in images for one in of_row]
+            options["images"] = images  # by row, also where a row has none: Gemma's and SmolVLM's count them so
         options |= {"return_offsets_mapping": True, "return_text_replacement_offsets": True, "padding": False}
         encoded = dict(self.processor(text=texts, **options))
         offsets = encoded.pop("offset_mapping")

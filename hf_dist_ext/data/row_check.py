@@ -117,7 +117,11 @@ def check_texts(dataset: Dataset, column: str, source: Source, is_pair: bool, ch
         for dataset_column in sources:
             has_content |= content_mask(table.column(dataset_column))
             for row in _not_utf8(table.column(dataset_column)):
-                check.add(row_offset + row, "the text is not UTF-8. Save the file as UTF-8.", dataset_column)
+                # no row to replace: what reads the whole column, such as hashes and tokens, fails at it
+                raise UsageError(
+                    f'{check.name}, row {row_offset + row} (counted from 0), column "{dataset_column}": the text is '
+                    "not UTF-8. Save the file as UTF-8."
+                )
         for row in np.flatnonzero(~has_content) if is_pair else ():
             check.add(
                 row_offset + int(row), f"every row needs a {column}, this is empty or null. Remove the row.", shown
@@ -168,8 +172,11 @@ def check_no_nulls(dataset: Dataset, option: str, column: str, check: RowCheck) 
         for row in np.flatnonzero(~content_mask(values) if is_id else values.is_null().to_numpy()):
             how = "empty" if values[row].is_valid else "null"
             check.add(row_offset + int(row), f'{option} "{column}" is {how}. Give every row {what}.')
-        for row in _not_utf8(values):
-            check.add(row_offset + row, f'{option} "{column}" is not UTF-8. Save the file as UTF-8.')
+        for row in _not_utf8(values):  # as in check_texts
+            raise UsageError(
+                f'{check.name}, row {row_offset + row} (counted from 0): {option} "{column}" is not UTF-8. '
+                "Save the file as UTF-8."
+            )
         row_offset += len(table)
 
 

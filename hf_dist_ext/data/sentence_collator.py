@@ -347,10 +347,11 @@ class SentenceCollator:
         own = tokens_depend_on(self.tokenizer) if is_known and self.tokenizer is not None else None
         if own is None or getattr(first, "tokenizer", None) is not self.tokenizer:
             return None
-        task, template = self.task_of(column, self._place(column)), getattr(self.tokenizer, "chat_template", None)
+        task = self.task_of(column, self._place(column))
+        templates = [getattr(one, "chat_template", None) for one in (self.tokenizer, self.processor)]
         lengths = [self.max_length, first.max_seq_length]
         options = sorted((name, repr(value)) for name, value in first.get_config_dict().items())
-        return [sentence_transformers.__version__, options, template, self.prompt_of(column), task, *lengths, own]
+        return [sentence_transformers.__version__, options, templates, self.prompt_of(column), task, *lengths, own]
 
 
 class ContrastiveCollator(SentenceCollator):

@@ -394,10 +394,11 @@ class DealtRows(Dataset):
 
 
 def _is_stored(value: Any) -> bool:
-    """Whether a picture, or one of a list, is a path or bytes; a map() of the user's may have decoded it."""
-    if isinstance(value, list | tuple):
-        return any(_is_stored(one) for one in value)
-    return isinstance(value, dict) and {"bytes", "path"} <= value.keys()
+    """Whether a picture, or one of a list or beside a text, is a path or bytes; a map() of the user's may have decoded
+    it."""
+    if isinstance(value, dict):
+        return {"bytes", "path"} <= value.keys() or any(map(_is_stored, value.values()))
+    return isinstance(value, list | tuple) and any(map(_is_stored, value))
 
 
 # ---- (6) ----

@@ -26,7 +26,7 @@ from hf_dist_ext.run.fields import Field, accepts, check_value, from_text, show
 from hf_dist_ext.run.files import YAML, read_fields
 from hf_dist_ext.run.help import help_text
 from hf_dist_ext.run.rules import check_rules
-from hf_dist_ext.run.stages import plan_stages
+from hf_dist_ext.run.stages import OF_THE_WHOLE_RUN, plan_stages
 
 # Fields in which "~" is the home; names of data are opened in data/load.py.
 PATHS = (
@@ -59,8 +59,20 @@ def load_run(argv: list[str]) -> Run:
     layers = [(of_file, str(path)), (overrides, "the command line")]
     run = _from_layers(path, layers)
     if run.options.stages is not None:
+        # taken out of the stages, since run.json has them and these fields side by side, and `hf-dist resume` reads it
+        over = {*_as_called_now(overrides), *taken_away}
+        run.options.stages = run.given["stages"] = [_without(stage, over) for stage in run.options.stages]
         run.stages = plan_stages(run, layers, functools.partial(_from_layers, path))
     return run
+
+
+def _without(stage: dict[str, Any], over: set[str]) -> dict[str, Any]:
+    """A stage's fields but those that the command line sets, or takes away."""
+    return {
+        name: value
+        for name, value in stage.items()
+        if name in OF_THE_WHOLE_RUN or over.isdisjoint(_as_called_now({name: value}))
+    }
 
 
 def _from_layers(path: Path, layers: list[tuple[dict[str, Any], str]]) -> Run:

@@ -54,6 +54,10 @@ def check_rules(run: Run) -> None:
             raise UsageError('evaluations compare embeddings, but loss is null. Set "loss": "infonce" or remove them.')
         parse_evaluations(config.evaluations)
     check_parts(config, given)
+    if config.loss is None and config.task == "embedding" and config.losses is None and config.datasets is None:
+        raise UsageError(
+            'loss is null, and an embedding model has no loss of its own. Remove loss, or name one: "infonce".'
+        )
     _check_folders(config)
     if given.get("load_best_model_at_end") and given.get("eval_strategy", "no") == "no":
         raise UsageError(

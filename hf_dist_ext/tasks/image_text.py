@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from hf_dist_ext.data.image_text_collator import ImageTextCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.backbones import build_from_config, load_complete, one_line, parse_config
 from hf_dist_ext.run.config import Run, RunConfig
+from hf_dist_ext.run.sources import columns_of_evaluation
 from hf_dist_ext.tasks.adapters import add_adapters
 from hf_dist_ext.tasks.generation import GeneratingTrainer, answer_accuracy
 from hf_dist_ext.tasks.parts import Parts
@@ -37,8 +38,8 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
     )
     processor = load_processor(config)
     model = build_model(config, processor)
-    columns = [*columns_of(train_dataset), *(columns_of(eval_dataset) if eval_dataset is not None else ())]
-    reader = ConversationReader(config, columns, config.dataset_name)
+    reader = ConversationReader(config, columns_of(train_dataset), config.dataset_name)
+    eval_reader = reader if eval_dataset is None else _eval_reader(config, columns_of(eval_dataset))
     generates = config.generate_max_new_tokens is not None
     args.remove_unused_columns = False  # the collator reads the dataset's own columns
     return Parts(
@@ -51,12 +52,20 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         trainer_class=GeneratingTrainer,
         trainer_options={
             "eval_collator": ImageTextCollator(
-                processor, reader, config.max_length, for_evaluation=True, with_prompts=generates
+                processor, eval_reader, config.max_length, for_evaluation=True, with_prompts=generates
             ),
             "max_new_tokens": config.generate_max_new_tokens,
         },
         metrics=("loss", "answer_accuracy") if generates else ("loss",),
     )
+
+
+def _eval_reader(config: RunConfig, available: list[str]) -> ConversationReader:
+    """Of rows whose columns another dataset may call otherwise than the training data do."""
+    if config.eval_dataset_name is None:
+        return ConversationReader(config, available, config.dataset_name)
+    columns = columns_of_evaluation(config.columns, available)
+    return ConversationReader(replace(config, columns=columns), available, config.eval_dataset_name)
 
 
 def hints(run: Run) -> list[str]:

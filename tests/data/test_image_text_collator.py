@@ -12,6 +12,7 @@ from hf_dist_ext.data.conversations import ConversationReader, load_conversation
 from hf_dist_ext.data.image_text_collator import IGNORED, ImageTextCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
+from tests.tiny_processors import tiny_vision_language
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -282,3 +283,30 @@ def test_a_broken_picture_and_a_wrong_folder_are_named(folder):
         reader.read(train[0])
     with pytest.raises(UsageError, match='image_folder="nowhere" is no folder'):
         ConversationReader(RunConfig(image_folder="nowhere"), train.column_names)
+
+
+def test_a_column_that_the_first_row_lacks_is_read_too(folder):
+    rows = [{"image": "a.png", "answer": "a cat"}, {"image": "b.png", "prompt": "which colour ?", "answer": "grey"}]
+    train, _ = load_conversations(run_on(folder, rows))
+    reader = ConversationReader(RunConfig(image_folder=str(folder)), train.column_names)
+    first, second = (reader.read(row).messages[0]["content"] for row in train)
+    assert first == [{"type": "image"}] and second == [{"type": "image"}, {"type": "text", "text": "which colour ?"}]
+
+
+def test_a_turn_of_parts_is_refused_and_not_read_as_their_json(folder):
+    parts = lambda text: [{"type": "text", "text": text}]  # noqa: E731
+    turns_of_parts = [{"role": "user", "content": parts("hi")}, {"role": "assistant", "content": parts("you")}]
+    with pytest.raises(UsageError, match=r"row 0 .*is no turn"):
+        load_conversations(run_on(folder, [{"conversations": turns_of_parts}]))
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "smolvlm", "internvl", "gemma3"])
+def test_rows_with_and_without_pictures_share_a_batch(folder, family):
+    reader = ConversationReader(RunConfig(image_folder=str(folder)), ["image", "conversations"], "rows.json")
+    collate = ImageTextCollator(tiny_vision_language(family)[0], reader)
+    alone = [collate([row]) for row in rows_of(ROWS)]
+    together = collate(rows_of(ROWS))
+    for number, batch in enumerate(alone):
+        length = batch["input_ids"].shape[1]
+        assert together["input_ids"][number, :length].equal(batch["input_ids"][0])
+        assert together["labels"][number, :length].equal(batch["labels"][0])

@@ -692,3 +692,29 @@ def test_bad_rows_and_options_are_refused_by_the_collator(tokenizer):
         collate(tokenizer, [{"query": "b", "positive": "a"}, {"query": "a", "positive": ""}])
     with pytest.raises(UsageError, match='no column "positive"'):
         ContrastiveCollator(tokenizer, ["query", "positive"])([{"query": "a"}])
+
+
+def test_a_stream_trains_on_no_held_row_that_has_no_picture_nor_on_one_with_its_id(tmp_path):
+    pictures = [Image.new("RGB", (4, 4), (9 * i, 0, 0)) if i % 2 else None for i in range(8)]
+    columns = {"query": [f"q {i}" for i in range(8)], "text": [f"t {i}" for i in range(8)], "picture": pictures}
+    features = datasets.Features(
+        {**dict.fromkeys(("query", "text"), datasets.Value("string")), "picture": datasets.Image()}
+    )
+    datasets.Dataset.from_dict(columns, features).to_parquet(tmp_path / "both.parquet")
+    both = {"query": "query", "positive": {"text": "text", "image": "picture"}}
+    run = RunConfig(dataset_name=str(tmp_path / "both.parquet"), streaming=True, eval_holdout=3, columns=both)
+    train, held = ([row["query"] for row in rows] for rows in load_datasets(run, seed=None))
+    assert held == columns["query"][:3] and train == columns["query"][3:]
+
+    rows = [{"query": f"q {i}", "positive": f"p {i}", "group": f"g{i % 4}"} for i in range(12)]
+    datasets.Dataset.from_list(rows).to_csv(tmp_path / "rows.csv")
+    run = RunConfig(dataset_name=str(tmp_path / "rows.csv"), streaming=True, eval_holdout=2, id_column="group")
+    train, held = ({row["group"] for row in rows} for rows in load_datasets(run, seed=None))
+    assert (held, train) == ({"g0", "g1"}, {"g2", "g3"})
+
+
+def test_a_text_that_is_not_utf8_is_refused_with_max_bad_rows_too(tmp_path):
+    lines = ['{"query": "a", "positive": "b"}', '{"query": "caf\u00e9", "positive": "c"}']
+    (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
+    with pytest.raises(UsageError, match="is not UTF-8"):
+        load_datasets(RunConfig(dataset_name=str(tmp_path / "a.jsonl")), max_bad_rows=1)

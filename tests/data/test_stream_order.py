@@ -8,11 +8,12 @@ from dataclasses import replace
 import datasets
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.data import stream_order, stream_readers
-from hf_dist_ext.data.stream_order import Dealer, Ranks, StreamState
+from hf_dist_ext.data.stream_order import Dealer, DealtRows, Ranks, StreamState
 from hf_dist_ext.errors import UsageError
 from tests.data.test_position import run, table
 
@@ -254,3 +255,13 @@ def test_a_digest_is_the_content_of_a_row():
     rows = [{"a": 1}, {"a": 2}, {"a": "1"}, {"b": 1}, {"a": [1]}, {"a": torch.ones(1)}, {"a": torch.zeros(1)}]
     assert len({stream_readers.digest(row) for row in rows}) == len(rows)
     assert stream_readers.digest({"a": 1, "b": b"x"}) == stream_readers.digest({"b": b"x", "a": 1})
+
+
+def test_a_picture_beside_a_text_is_decoded_where_a_batch_is_made():
+    rows = [{"text": f"t {i}", "image": Image.new("RGB", (4, 4)) if i % 2 else None} for i in range(4)]
+    features = datasets.Features({"positive": {"text": datasets.Value("string"), "image": datasets.Image()}})
+    stream = datasets.Dataset.from_dict({"positive": rows}, features).to_iterable_dataset()
+    dealer = Dealer(stream, 4, Ranks(0, 1, 1), StreamState())
+    found = [DealtRows(dealer.features)[dealt]["positive"] for dealt in next(iter(dealer))]
+    assert [one["text"] for one in found] == ["t 0", "t 1", "t 2", "t 3"]
+    assert [getattr(one["image"], "size", None) for one in found] == [None, (4, 4), None, (4, 4)]

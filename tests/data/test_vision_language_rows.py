@@ -85,3 +85,12 @@ def test_ids_are_equal_for_equal_content_alone():
     one, same = {"text": "a", "image": picture(1)}, {"text": "a", "image": picture(1).copy()}
     others = [{"text": "b", "image": picture(1)}, {"text": "a", "image": picture(2)}, {"text": "a"}, "a", picture(1)]
     assert content_id(one) == content_id(same) and len({content_id(value) for value in [one, *others]}) == 6
+
+
+def test_kept_tokens_depend_on_the_processors_chat_template():
+    processor, config = tiny_vision_language("llava", "right")
+    with mock.patch.object(AutoProcessor, "from_pretrained", lambda *args, **options: processor):
+        model = embedding_model(config, tokenizer=processor)
+    before = collator_of(model, COLUMNS, PROMPTS).tokens_depend_on("query")
+    model[0].processor.chat_template += " "
+    assert None is not before != collator_of(model, COLUMNS, PROMPTS).tokens_depend_on("query")

@@ -171,7 +171,7 @@ def test_a_recommendation_for_a_run_that_bounds_tokens_is_what_its_own_fields_gi
 
 def test_a_batch_without_a_gradient_cache_is_accumulated(make_run):
     llava = {"model_type": "llava", "text_config": {"model_type": "llama", "num_hidden_layers": 2}}
-    run = make_run(llava, per_device_train_batch_size=64, loss=None, max_length=1024)
+    run = make_run(llava, {"loss": None}, per_device_train_batch_size=64, max_length=1024)
     run.options.task = "image-text-to-text"
     plan = make_plan(run, Hardware(1, 24 * GIB))
     rows, steps = (plan.changes[f"{name}"] for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))

@@ -160,6 +160,7 @@ def test_the_command_line_goes_over_the_file(load):
         ({"gradient_cache_chunk_size": True}, ["true", "int"]),
         ({"gradient_cache_chunk_size": 8, "loss": None}, ["gradient_cache_chunk_size=8", "loss", "infonce"]),
         ({"gradient_cache_chunk_size": "auto", "loss": "none"}, ["gradient_cache_chunk_size", "loss"]),
+        ({"loss": None}, ["loss is null", "infonce"]),
         ({"temperature": 0}, ["temperature=0", "above 0"]),
         ({"temperature": -1}, ["above 0"]),
         ({"per_device_train_batch_size": 0}, ["at least 1"]),

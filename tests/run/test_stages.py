@@ -9,6 +9,7 @@ import pytest
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.folder import check_output_dir
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run import record
 from hf_dist_ext.run.read import load_run
 from tests.run.test_config import make_checkpoint
 
@@ -150,3 +151,14 @@ def test_the_folder_of_a_staged_run_is_not_trained_into_by_another(plan):
         check_output_dir(plan().training)
     check_output_dir(plan("--resume_from_checkpoint", "true").training)
     check_output_dir(plan("--overwrite_output_dir").training)
+
+
+def test_what_the_command_line_sets_over_stages_is_kept_by_a_resume(plan):
+    first = plan("--learning_rate", "1e-5", "--num_train_epochs", "3")
+    record.write(first)
+    again = load_run(record.resume(Path("out"), []))
+    of = lambda run: [(s.training["learning_rate"], s.training["num_train_epochs"]) for s in run.stages]  # noqa: E731
+    assert of(again) == of(first) == [(1e-5, 3), (1e-5, 3)]
+    assert "learning_rate" not in plan("--learning_rate", "null").stages[0].training
+    with pytest.raises(UsageError, match="bf16 holds for the whole run"):
+        plan("--bf16", stages=[STAGES[0] | {"bf16": True}])

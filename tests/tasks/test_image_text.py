@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from PIL import Image
@@ -11,9 +13,12 @@ from transformers import LlavaForConditionalGeneration, Qwen2VLConfig
 from hf_dist_ext import cli
 from hf_dist_ext.data.digits import WORDS, build_processor
 from hf_dist_ext.planner import devices
+from hf_dist_ext.run.config import RunConfig
+from hf_dist_ext.tasks import image_text
 from tests.distributed.forked import launch, train_hf
 from tests.tasks.test_stages import CONFIG, main
 from tests.tiny_models import write_fields
+from tests.tiny_processors import tiny_vision_language
 
 KEPT = ("task", "model_config", "per_device_eval_batch_size")
 
@@ -120,3 +125,29 @@ def test_a_processor_with_a_video_part_says_what_it_lacks(run_file, tmp_path, ca
     with pytest.raises(SystemExit):
         main(run_file(tokenizer_name=str(folder)))
     assert "Processors with a video part need torchvision" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_rows_to_evaluate_on_may_call_their_columns_as_the_run_does(tmp_path, monkeypatch, ending):
+    write = getattr(datasets.Dataset, "to_parquet" if ending == "parquet" else "to_json")
+    Image.new("L", (8, 8)).save(tmp_path / "a.png")
+    picture = str(tmp_path / "a.png")
+    asked = {"photo": picture, "question": "what ?", "reply": "a cat"}
+    for name, row in (("train", asked), ("eval", {"image": picture, "prompt": "which colour ?", "answer": "grey"})):
+        write(datasets.Dataset.from_list([row]), tmp_path / f"{name}.{ending}")
+    options = RunConfig(
+        task="image-text-to-text", dataset_name=str(tmp_path / f"train.{ending}"),
+        eval_dataset_name=str(tmp_path / f"eval.{ending}"),
+        columns={"image": "photo", "prompt": "question", "answer": "reply"},
+    )  # fmt: skip
+    monkeypatch.setattr(image_text, "load_processor", lambda config: tiny_vision_language("llava")[0])
+    monkeypatch.setattr(image_text, "build_model", lambda *arguments: torch.nn.Identity())
+    args = SimpleNamespace(max_bad_rows=0, seed=1, data_seed=None, train_sampling_strategy="random")
+    parts = image_text.build(SimpleNamespace(options=options), args)
+    read = lambda collator, rows: collator.reader.read(rows[0])  # noqa: E731
+    trained, held = (
+        read(parts.data_collator, parts.train_dataset),
+        read(parts.trainer_options["eval_collator"], parts.eval_dataset),
+    )
+    assert [len(one.images) for one in (trained, held)] == [1, 1]
+    assert [one.messages[0]["content"][-1]["text"] for one in (trained, held)] == ["what ?", "which colour ?"]
