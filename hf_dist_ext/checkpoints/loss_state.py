@@ -158,7 +158,9 @@ def save_loss(loss: Any, folder: str | Path | None) -> None:
     if folder is None or not (state := state_of(loss)):
         return
     os.makedirs(folder, exist_ok=True)
-    save_file({name: value.cpu().contiguous() for name, value in state.items()}, _at(folder, LOSS_WEIGHTS))
+    # Copies: one loss may stand for several sources, and safetensors takes no memory twice.
+    whole = {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
+    save_file(whole, _at(folder, LOSS_WEIGHTS))
 
 
 def load_loss(loss: Any, folder: str) -> None:

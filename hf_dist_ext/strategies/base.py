@@ -222,6 +222,10 @@ class Strategy:
         """After its last backward: gradients that no wrapper reduces."""
         self.rows.average_gradients(loss_parameters)
 
+    def agree_on_loss(self, state: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """After an update's last batch: the loss's parameters and buffers, which its forward may have written to, are
+        those of a rank that has run it. Every rank calls it."""
+
     def keeping_gradients(self) -> AbstractContextManager:
         """While inside, no update is made of gradients, and `gradient_of` finds them after the last backward."""
         return nullcontext()

@@ -200,7 +200,7 @@ def clip(of_copies: Mapping[int, Sequence[torch.Tensor]], max_norm: float, devic
     norm = total.sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch.nn.utils.clip_grads_with_norm_
     for gradient in chain.from_iterable(of_copies.values()) if max_norm != float("inf") else ():
-        gradient.mul_(factor.to(gradient.dtype))
+        gradient.mul_(factor.to(gradient))  # under cpu_offload some lie on the CPU
     return norm
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor.experimental import implicit_replication
 from transformers.utils import logging
 
 from hf_dist_ext import policy
@@ -27,6 +30,7 @@ from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.fsdp_options import FROZEN_PARTS
 from hf_dist_ext.strategies.layers import is_multiplied, repeated_layer_classes
 from hf_dist_ext.strategies.sharded import Sharded
+from hf_dist_ext.strategies.tensors import held_here, num_parts
 
 logger = logging.get_logger(__name__)
 
@@ -128,6 +132,30 @@ class FSDP(Sharded):
                 dtype = torch.float32 if param_dtype or is_half else None
         self.plugin.mixed_precision_policy = replace(policy, reduce_dtype=dtype)
 
+    def start(
+        self, model: nn.Module, mode: str, loss_parameters: Sequence[nn.Parameter], optimizer: Any, has_towers: bool
+    ) -> None:
+        super().start(model, mode, loss_parameters, optimizer, has_towers)
+        scaler = getattr(self.accelerator, "scaler", None)
+        if scaler is not None and any(p.numel() > 1 for p in loss_parameters):
+            # torch 2.13 divides all gradients of an optimizer in one call, and takes plain ones beside sharded ones
+            # only where they are a single number each.
+            scaler._unscale_grads_ = _beside_plain_ones(scaler._unscale_grads_)
+
+    def clip(
+        self, parameters: Iterable[nn.Parameter], loss_parameters: Sequence[nn.Parameter], max_norm: float
+    ) -> torch.Tensor | None:
+        """accelerate 1.15 stacks the norm of shards, which is on the CPU under cpu_offload, and that of the loss's
+        parameters, which are on the device: torch refuses that."""
+        if not loss_parameters or not isinstance(self.plugin.cpu_offload, CPUOffloadPolicy):
+            return super().clip(parameters, loss_parameters, max_norm)
+        self.accelerator.unscale_gradients()
+        of_copies = defaultdict(list)  # on how many ranks an element lies -> gradients
+        for parameter in chain(parameters, loss_parameters):
+            if parameter.grad is not None:
+                of_copies[collectives.world_size() // num_parts(parameter.grad)].append(held_here(parameter.grad))
+        return collectives.clip(of_copies, max_norm, self.accelerator.device)
+
     def wrapped(self, model: nn.Module, args: Any, has_loss: bool) -> None:
         keep_dropout_of_checkpointed_layers(model)
         if has_loss:
@@ -162,6 +190,14 @@ class FSDP(Sharded):
         torch/distributed/checkpoint/state_dict.py). Remove when torch loads it."""
         file = Path(folder, "optimizer.bin")
         return file.is_file() and not torch.load(file, map_location="cpu", weights_only=True, mmap=True)["state"]
+
+
+def _beside_plain_ones(unscale: Any) -> Any:
+    def with_plain_ones(*given: Any) -> Any:
+        with implicit_replication():
+            return unscale(*given)
+
+    return with_plain_ones
 
 
 def _weights(model: nn.Module, options: StateDictOptions) -> dict[str, Any]:

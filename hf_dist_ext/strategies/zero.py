@@ -151,6 +151,8 @@ class ZeRO(Strategy):
         if not parameters and not norms:
             yield
             return
+        for parameter in parameters:  # of a loss of other sources
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         self.rows.average_gradients(parameters)
         zero, ids = self.engine.optimizer, {id(p) for p in parameters}
         gradients = [p.grad.float() / zero.loss_scale for p in parameters]

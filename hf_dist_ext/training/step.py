@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from hf_dist_ext.audit.replay_causes import States, found_causes
+from hf_dist_ext.checkpoints import loss_state
 from hf_dist_ext.data.row_facts import RowFacts, split
 from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.combined_losses import loss_of
@@ -111,6 +112,7 @@ class EmbeddingStep:
             for parameter in own:  # of a loss of other sources: on every number of processes its gradient is zero
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             strategy.finish_update(own)
+            strategy.agree_on_loss(functools.partial(loss_state.state_of, self.run.loss))
         self.run.meter.add(step, self.layout, facts.source)
         return step
 

@@ -59,7 +59,9 @@ def save_base(folder: Path) -> None:
     embedding_model(CONFIG, pooling="last").save_pretrained(str(folder))
 
 
-def make_trainer(base: Path, folder: Path, has_adapters: bool = False, is_alone: bool = False, **more) -> DistTrainer:
+def make_trainer(
+    base: Path, folder: Path, has_adapters: bool = False, is_alone: bool = False, loss: nn.Module | None = None, **more
+) -> DistTrainer:
     options = {} if is_alone else {"pipeline_parallel_size": 2}
     options |= dict(max_steps=4, save_steps=2, learning_rate=1e-2, max_grad_norm=0.5, gradient_accumulation_steps=2)
     args = DistTrainingArguments(
@@ -74,7 +76,7 @@ def make_trainer(base: Path, folder: Path, has_adapters: bool = False, is_alone:
     if has_adapters:
         model.requires_grad_(False).transformers_model.add_adapter(LORA)
     return DistTrainer(
-        model=model, args=args, loss=InfoNCELoss(0.1, learnable_temperature=True), data_collator=collate,
+        model=model, args=args, loss=loss or InfoNCELoss(0.1, learnable_temperature=True), data_collator=collate,
         train_dataset=list(range(ROWS)), eval_dataset=list(range(ROWS, ROWS + 10)),
     )  # fmt: skip
 
@@ -140,6 +142,28 @@ def draws(base: Path, folder: Path, **fields) -> list[list[int]]:
         trainer.add_callback(Draws())
         trainer.train(resume_from_checkpoint=checkpoint)
     return everyone(drawn)
+
+
+class Written(InfoNCELoss):
+    """Its forward counts, and writes to its parameter."""
+
+    def __init__(self):
+        super().__init__(0.1, learnable_temperature=True)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, *arguments, **options):
+        if self.training:
+            self.seen += 1
+            with torch.no_grad():
+                self.log_inverse_temperature.clamp_(max=1.0)
+        return super().forward(*arguments, **options)
+
+
+def writes(base: Path, folder: Path, **fields) -> list[dict[str, float]]:
+    """The loss's state on each process, after four updates of two batches each."""
+    trainer = make_trainer(base, folder, loss=Written(), save_strategy="no", **fields)
+    trainer.train()
+    return everyone({name: value.item() for name, value in trainer.loss.state_dict().items()})
 
 
 # ---- (3) ----
@@ -497,6 +521,7 @@ def found_in(_, folder: Path, fields: dict, only: list[str]) -> dict:
         "counted": lambda: counted(base, folder / "counted", **fields),
         "loaded": lambda: loaded_here(base, folder / "loaded", **fields),
         "held": lambda: held(base, folder / "held", **fields),
+        "writes": lambda: writes(base, folder / "writes", **fields),
         "draws": lambda: draws(base, folder / "draws", **fields),
         "resumed": lambda: resumed(base, folder / "run", **fields),
         "elsewhere": lambda: goes_on_elsewhere(base, folder / "run", **other),

@@ -92,7 +92,7 @@ RUNS = {"PP 2": (1, 1), "PP 2 x TP 2": (1, 2), "PP 2 x FSDP2 2": (2, 1), "PP 2 x
         "PP 2 x TP 2 x DP 2": (2, 2), "PP 2 x TP 2 x FSDP2 2": (2, 2)}  # fmt: skip
 COPIES = "PP 2 x DP 2"  # of which counts alone are looked at
 PRESETS = {"PP 2": ("multi_gpu_pp", 2, {}, ()), COPIES: ("multi_gpu_pp", 4, {}, ())} | LAYOUTS
-OF_EIGHT = ["resumed", "held", "counted", "not_finite", "draws", "frozen"]
+OF_EIGHT = ["resumed", "held", "counted", "not_finite", "draws", "writes", "frozen"]
 OF_FOUR = [
     *OF_EIGHT, "loaded", "elsewhere", "head", "evaluation", "said", "adapters", "adapters elsewhere"
 ]  # fmt: skip
@@ -245,6 +245,13 @@ def test_ranks_that_split_a_layer_draw_alike_and_stages_do_not(layout):
     groups = [drawn[start : start + parts] for start in range(0, len(drawn), parts)]
     assert all(of_rank == group[0] for group in groups for of_rank in group)
     assert groups[0] != groups[1]
+
+
+@in_all
+def test_what_a_loss_writes_in_its_forward_is_on_every_stage(layout):
+    """A checkpoint has the state of the first process, and the last stage alone runs the loss."""
+    states = found(layout)["writes"]
+    assert all(state == states[-1] for state in states) and states[0]["seen"] == 8
 
 
 @in_layouts("layout, kind", *KINDS)

@@ -7,11 +7,16 @@ import pytest
 import torch
 from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
 from peft import LoraConfig, get_peft_model
+from torch import distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies.fsdp import Scalars, keep_scalars_whole
+from hf_dist_ext.strategies.fsdp import FSDP, Scalars, keep_scalars_whole
 from tests.checkpoints.test_async_save import same
 from tests.checkpoints.test_trainable import SMALL, make
 from tests.distributed.forked import Run
@@ -76,3 +81,36 @@ def test_lines_of_a_yaml_that_such_parameters_do_not_go_with_are_named(field, va
     words = f'fsdp_{field}: .*SentenceTransformer: .*its parameter "backbone.model.logit_scale", a single number'
     with pytest.raises(UsageError, match=words):
         keep_scalars_whole(plugin, model, torch.device("cpu"))
+
+
+def strategy_of(**of_accelerator) -> FSDP:
+    strategy, plugin = FSDP(), SimpleNamespace(cpu_offload=CPUOffloadPolicy(pin_memory=False))
+    more = {"device": torch.device("cpu"), "unscale_gradients": lambda: None} | of_accelerator
+    strategy.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), **more)
+    return strategy
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_shards_on_the_cpu_are_clipped_with_the_losss_parameters_on_the_device(alone):
+    """Where accelerate 1.15 stacks both norms, which torch refuses of two devices."""
+    shards = nn.Parameter(distribute_tensor(torch.zeros(2), alone, [Shard(0)]))
+    shards.grad, own = distribute_tensor(torch.tensor([3.0, 0.0]), alone, [Shard(0)]), nn.Parameter(torch.zeros(1))
+    own.grad = torch.tensor([4.0])
+    assert strategy_of().clip([shards], [own], 1.0).item() == pytest.approx(5.0)
+    assert shards.grad.full_tensor()[0].item() == pytest.approx(0.6) and own.grad.item() == pytest.approx(0.8)
+
+
+def test_a_scaler_divides_sharded_gradients_and_those_of_the_losss_matrices(alone):
+    shards, own = nn.Parameter(distribute_tensor(torch.zeros(2), alone, [Shard(0)])), nn.Parameter(torch.zeros(2, 3))
+    optimizer, scaler = torch.optim.SGD([shards, own], 0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))
+    shards.grad, own.grad = distribute_tensor(torch.ones(2), alone, [Shard(0)]), torch.ones(2, 3)
+    strategy_of(scaler=scaler).start(nn.Linear(1, 1), "memory", [own], optimizer, has_towers=False)
+    scaler.unscale_(optimizer)
+    assert shards.grad.full_tensor().tolist() == [0.25, 0.25] and (own.grad == 0.25).all()

@@ -220,6 +220,12 @@ class Pipeline(Strategy):
         if self.partial:
             splitting.sum_partial(self.partial, self.mesh.group(PARTS))
 
+    @torch.no_grad()
+    def agree_on_loss(self, state: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        source = self.line.global_rank(self.line.places[-1])  # which alone runs the loss of a step
+        for tensor in state().values():
+            dist.broadcast(tensor, src=source, group=self.line.group)
+
     def clip(
         self, parameters: Iterable[nn.Parameter], loss_parameters: Sequence[nn.Parameter], max_norm: float
     ) -> torch.Tensor:
