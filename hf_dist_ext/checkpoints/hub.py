@@ -42,6 +42,8 @@ def copy_model(checkpoint: Path, output_dir: Path) -> bool:
             "Checkpoints of this run hold their weights in shards, so only the push at its end holds weights."
         )
     for name in names:
+        if name == "README.md" and (output_dir / name).exists():  # peft writes a draft of one into every checkpoint
+            continue
         (output_dir / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(checkpoint / name, output_dir / name)
     if WEIGHTS in names:  # of a part that was trained: hf-dist merge wants to know of what

@@ -92,8 +92,9 @@ class Keeper:
         optimizer: str,
         settings: Mapping[str, Any],
         is_search: bool,
-    ) -> None:
+    ) -> bool:
         """Once the (bare) model is there: it fits what was chosen, or has its weights with `resume_weights_only`.
+        Returned: whether it has these.
         `frozen_digests`: of the weights that this run's checkpoints leave out. `dtype_of_base`: what this run loaded
         the model in. `optimizer`: the class of this run's. `settings`: what else a step computes with."""
         folder, self._settings = self._chosen, settings
@@ -110,6 +111,7 @@ class Keeper:
             resume.check_settings(folder, self.resumed, settings)
         begin, given = resume.begin_or_continue_run, (self.args, folder, self._asked, is_search)
         self._begin_run = partial(begin, *given, self._takes_weights_only)
+        return self._takes_weights_only
 
     def begin(self) -> None:
         """Write down that the run begins, once nothing of it can be refused any more. Every rank calls it."""

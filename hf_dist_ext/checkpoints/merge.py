@@ -162,6 +162,8 @@ def _complete_embedder(checkpoint: Path, facts: dict, base: str | None, options:
             "knows its modules. Give the script's DistTrainer resume_from_checkpoint, and call save_model()."
         )
     built = {**known["built"], **options, "dtype": facts["dtype"]}
+    if built.pop("has_tokenizer", False):
+        built["tokenizer"] = str(checkpoint)
     is_partial = trainable.has_trainable_weights(checkpoint)
     if base is not None:
         built |= {"model_name_or_path": base, "model_config": None, "revision": None}
@@ -171,6 +173,11 @@ def _complete_embedder(checkpoint: Path, facts: dict, base: str | None, options:
         built["tokenizer"] = str(checkpoint)
     model = from_run.build(**built)
     from_run.take_settings(model, known["settings"])
+    if model.transformers_model is not None and (checkpoint / "config.json").is_file():
+        own = model.transformers_model.config
+        text = type(own).from_pretrained(checkpoint).get_text_config()
+        if hasattr(text, "is_causal"):  # of a run with that field (models/embedder.py)
+            own.get_text_config().is_causal = text.is_causal
     if (checkpoint / CONFIG).is_file():
         from peft import PeftConfig
 

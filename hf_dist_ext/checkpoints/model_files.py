@@ -7,8 +7,9 @@ and the rest lies in a folder or on the hub. Where `load` or one for the optimiz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,10 +150,29 @@ class ModelFiles:
         if self.args.save_full_model or (self._is_apart and merges):
             merge.check_can_save_merged(self.run.bare_model, self._is_apart)
         if self.frozen_digests is None and (self.is_part or self.has_adapters):
-            bare = self.run.bare_model
-            own = trainable.frozen_digests(bare, self._saved_here()) if self.is_part else trainable.base_digests(bare)
-            parts = self.strategy.said_by_parts(own)
-            self.frozen_digests = {name: digest for part in parts for name, digest in part.items()}
+            self.frozen_digests = self._digests()
+
+    def _digests(self) -> dict[str, str]:
+        bare = self.run.bare_model
+        own = trainable.frozen_digests(bare, self._saved_here()) if self.is_part else trainable.base_digests(bare)
+        return {name: digest for part in self.strategy.said_by_parts(own) for name, digest in part.items()}
+
+    def carry(self, names: Iterable[str]) -> None:
+        """Checkpoints hold these parameters too, which do not train."""
+        if (plan := self.run.freeze_plan) is None or not (more := frozenset(names) - plan.saved):
+            return
+        known = {name for name, _ in self.run.bare_model.named_parameters()} | self.strategy.elsewhere
+        self.run.freeze_plan, self.frozen_digests = replace(plan, carried=plan.carried | more & known), None
+
+    def carry_what_changed(self) -> None:
+        """After a checkpoint's weights alone were taken: what is frozen and not as it was, is in no other file."""
+        if not self.is_part:
+            return
+        before, now = self.frozen_digests or {}, self._digests()
+        owners = {name.rpartition(".")[0] for name in now if now[name] != before[name]}
+        own = [name for name, _ in self.run.bare_model.named_parameters() if name.rpartition(".")[0] in owners]
+        self.carry(name for part in self.strategy.said_by_parts(own) for name in part)
+        self.frozen_digests = self._digests()
 
     @property
     def frozen_fingerprint(self) -> str | None:
@@ -196,7 +216,10 @@ class ModelFiles:
         model: Any = self.run.bare_model
         if self._empty is not None:
             loss_state.save_arguments(self.args, folder)
-            if not (writer.is_later or self._is_apart) and all(map(sentence_model.is_alone, model.parameters())):
+            weights = list(model.parameters())
+            is_packed = not all(map(torch.is_floating_point, weights))  # which an empty copy does not take
+            is_own = not writer.is_later and all(map(sentence_model.is_alone, weights))
+            if not self._is_apart and (is_own or is_packed):
                 sentence_model.write(model, folder)  # with its settings of now
                 return
             write = partial(sentence_model.save, self._empty)

@@ -215,10 +215,9 @@ def _weights_of(module: Any, place: Path, dtype: torch.dtype, read_class: Read) 
     if not own:
         return {}
     if adapters_of(inside := getattr(module, "model", None)):
-        is_inside = isinstance(inside, PreTrainedModel)
         # at the root lies the active one, or that of a PeftModel which is called "default"
-        (active,) = inside.active_adapters() if is_inside else ["default"]
-        return _with_adapters(own, place, active, "" if is_inside else PREFIX)
+        (active,) = inside.active_adapters() if isinstance(inside, PreTrainedModel) else ["default"]
+        return _with_adapters(own, place, inside, active)
     if not all(key.startswith("model.") for key in own) or not isinstance(inside, PreTrainedModel):
         kind = own_class(module)
         takes_folder_below = "subfolder" in inspect.signature(kind.load).parameters
@@ -240,17 +239,24 @@ def read(model: Any, folder: Path, dtype: torch.dtype, read_class: Read, **optio
     return loaded.state_dict()
 
 
-def _with_adapters(own: Mapping[str, torch.Tensor], place: Path, adapter: str, prefix: str) -> dict[str, torch.Tensor]:
-    """Adapters are read as they are, since transformers rounds them to the precision of their base."""
+def _with_adapters(own: Mapping[str, torch.Tensor], place: Path, inside: Any, adapter: str) -> dict[str, torch.Tensor]:
+    """Adapters are read as they are, since transformers rounds them to the precision of their base. peft says what it
+    calls each weight in a file, which every kind of adapter does in its own way."""
+    from peft import get_peft_model_state_dict
+
     if not (place / WEIGHTS).is_file():
         raise UsageError(
             f"{place} holds no adapters, and this run trains some. Resume it without them, or start a run with "
             f'model_name_or_path="{place}".'
         )
-    found = {key: value for key, value in own.items() if f".{adapter}." not in key}
+    names = list(own)
+    numbers = {name.removeprefix("model."): torch.tensor(number) for number, name in enumerate(names)}
+    in_file = get_peft_model_state_dict(inside, numbers, adapter_name=adapter)
+    named = {key.removeprefix(PREFIX): names[int(number)] for key, number in in_file.items()}
+    found = {name: own[name] for name in own.keys() - {*named.values()}}
     for key, value in load_file(place / WEIGHTS).items():
-        layer, _, side = key.removeprefix(PREFIX).rpartition(".")
-        found[f"model.{prefix}{layer}.{adapter}.{side}"] = value
+        plain = key.removeprefix(PREFIX)
+        found[named.get(plain, f"model.{plain}")] = value
     return found
 
 

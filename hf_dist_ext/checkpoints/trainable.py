@@ -54,16 +54,29 @@ def named(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor
 
 
 def saved_tensors(model: nn.Module, saved: frozenset[str]) -> dict[str, torch.Tensor]:
-    """The parameters to save, and the persistent buffers of the modules that own them, by name, sorted."""
+    """The parameters to save, and the persistent buffers of the modules that own them, by name, sorted. A module
+    without parameters, such as BatchNorm without affine, goes with the one around it."""
     # Without the buffers that are not persistent. First of all: FSDP2 has whole weights behind an evaluation and frees
     # them here; parameters that were looked up before would be those, without memory.
     kept = named(model.state_dict(keep_vars=True).items())
     parameters = named(model.named_parameters())
     owners = {name.rpartition(".")[0] for name in saved}
+    around_any, around_saved = ({one for name in names for one in _around(name)} for names in (parameters, saved))
     buffers = named(model.named_buffers())
     tensors = {name: parameters[name] for name in saved}
-    tensors |= {name: b for name, b in buffers.items() if name in kept and name.rpartition(".")[0] in owners}
+    for name, buffer in buffers.items():
+        own, *outer = _around(name)
+        inner = next((one for one in outer if one in around_any), None)
+        if name in kept and (own in owners if own in around_any else inner in around_saved):
+            tensors[name] = buffer
     return dict(sorted(tensors.items()))
+
+
+def _around(name: str) -> Iterator[str]:
+    """The modules around a tensor, the innermost first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def optimizer_state(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:

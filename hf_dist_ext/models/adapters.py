@@ -90,6 +90,11 @@ def parameters_of_adapters(backbone: Any) -> list[nn.Parameter]:
 
 def merge_inside(backbone: Any) -> None:
     """Adapters that `add_adapter` has put into a model of transformers become a part of its weights, in place."""
+    from peft.utils.other import AuxiliaryTrainingWrapper  # around modules_to_save, and of trainable_token_indices
+
+    around = [(n, one) for n, one in backbone.named_modules() if isinstance(one, AuxiliaryTrainingWrapper)]
+    for name, wrapper in around:
+        backbone.set_submodule(name, wrapper.unload_and_optionally_merge_module(True, True, None))
     for _, layer in _adapted(backbone):
         weight = layer.get_base_layer().weight
         is_half, dtype = weight.dtype in HALF, weight.dtype
@@ -119,9 +124,12 @@ def merged_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dic
         layer, is_adapted, _ = name.rpartition(".base_layer.weight")
         if is_adapted:
             module, wide = model.get_submodule(layer), torch.promote_types(value.dtype, torch.float32)
-            down, up = (weights[f"{layer}.lora_{side}.default.weight"].to(wide) for side in "AB")
+            is_table = f"{layer}.lora_embedding_A.default" in weights
+            form = f"{layer}.lora_embedding_%s.default" if is_table else f"{layer}.lora_%s.default.weight"
+            down, up = (weights[form % side].to(wide) for side in "AB")
             delta = up @ down * module.scaling["default"]
-            value = (value.to(wide) + (delta.T if module.fan_in_fan_out else delta)).to(value.dtype)
+            is_turned = is_table or module.fan_in_fan_out
+            value = (value.to(wide) + (delta.T if is_turned else delta)).to(value.dtype)
         merged[plain] = value
     return merged
 
@@ -132,8 +140,9 @@ def why_not_by_weights(model: Any) -> str | None:
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if kind != "LORA":
             return f"they are {kind} ones"
-        if given := [name for name in ("use_dora", "lora_bias") if getattr(config, name, False)]:
-            return f"{given[0]}=True"
+        others = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices")
+        if given := [name for name in others if getattr(config, name, False)]:
+            return f"{given[0]}={getattr(config, given[0])}"
     return None
 
 

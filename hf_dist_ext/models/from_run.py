@@ -114,6 +114,8 @@ def build(
         "attn_implementation": attn_implementation, "pooling": pooling, "projection_dim": projection_dim,
         "projection_bias": projection_bias, "normalize": normalize,
     }  # fmt: skip
+    if tokenizer is not None and model_config is None:  # which a checkpoint's folder has
+        built["has_tokenizer"] = True
     options: dict[str, Any] = {"dtype": parse_dtype(dtype), "attn_implementation": attn_implementation}
     options = {name: value for name, value in options.items() if value is not None}
     if model_config is not None:

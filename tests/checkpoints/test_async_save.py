@@ -12,6 +12,7 @@ import torch
 import torch.cuda._pin_memory_utils as pin_memory_utils
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_dist_ext.checkpoints import async_save, commit, host_memory, hub, manifest
@@ -20,7 +21,7 @@ from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.strategies import consensus
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.checkpoints import test_saving, test_trainable
+from tests.checkpoints import test_saving, test_sentence_model, test_trainable
 from tests.checkpoints.test_trainable import SMALL, base
 from tests.distributed.forked import Run
 from tests.training.test_nonfinite import Regression, rows
@@ -334,3 +335,30 @@ def test_ranks_that_are_alone_get_their_own_error():
     assert consensus.together(lambda: 3) == [3] and commit.SPARE > 1
     with pytest.raises(KeyError):
         consensus.together(lambda: {}["missing"])
+
+
+class Packed(nn.Linear):
+    """As bitsandbytes keeps a layer: bytes, and in the state dict beside them what they mean."""
+
+    def __init__(self, of):
+        super().__init__(of.in_features, of.out_features, of.bias is not None)
+        self.scale = of.weight.detach().abs().max() / 127
+        self.weight = nn.Parameter((of.weight.detach() / self.scale).round().to(torch.int8), requires_grad=False)
+        self.bias = of.bias
+
+    def forward(self, inputs):
+        return nn.functional.linear(inputs, self.weight * self.scale, self.bias)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = self.scale
+
+
+def test_adapters_over_a_packed_base_are_saved_while_training_goes_on(tmp_path):
+    model = test_sentence_model.model_of(tmp_path / "base")
+    for layer in model.transformers_model.encoder.layer:
+        layer.attention.self.key = Packed(layer.attention.self.key)
+    model.add_adapter(test_sentence_model.ADAPTERS)
+    test_sentence_model.train(tmp_path, model, save_async=True, max_steps=3)
+    assert (tmp_path / "out" / "checkpoint-3" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "out" / "checkpoint-3" / "manifest.json").is_file()

@@ -8,6 +8,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Router
 from transformers import LlamaForCausalLM, TrainingArguments
 
+from hf_dist_ext.checkpoints.hub import copy_model
 from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.data.collator import CONSTANTS
 from hf_dist_ext.engine.losses import InfoNCELoss
@@ -132,3 +133,12 @@ def test_the_hub_token_is_in_no_file_of_a_run_that_pushes(tmp_path, hub):  # noq
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len([path for path in files if path.name == "training_args.bin"]) == 2, "of the checkpoints"
     assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
+
+
+def test_a_push_leaves_a_card_that_lies_there(tmp_path):
+    files = {"checkpoint-1/README.md": "draft", "checkpoint-1/adapter_model.safetensors": "", "README.md": "mine"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    copy_model(tmp_path / "checkpoint-1", tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"

@@ -8,7 +8,14 @@ import pytest
 import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from tokenizers import Tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.merge import _copy_processor, merge
@@ -21,7 +28,7 @@ from hf_dist_ext.models.from_run import describe
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.checkpoints.test_trainable import base, make
-from tests.tiny_models import embedding_model, loaded, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, embedding_model, loaded, model_config, tiny_tokenizer, write_fields
 from tests.tiny_vision_language import collate, row, tiny_llava
 
 TOKENS = torch.tensor([[5, 6, 7, 8]])
@@ -167,3 +174,48 @@ def test_a_checkpoint_without_a_processor_gets_that_of_its_base(tmp_path):
     _copy_processor(checkpoint, base, output)
     assert AutoTokenizer.from_pretrained(output)("parse a date") == tiny_tokenizer()("parse a date")
     assert {path.name for path in output.iterdir()} == {path.name for path in base.iterdir()}
+
+
+@pytest.mark.parametrize("field", ["is_causal", "tokenizer_name"])
+def test_a_merged_checkpoint_reads_and_sees_as_the_run_did(tmp_path, field):
+    embedding_model(model_config("qwen3")).save_pretrained(str(tmp_path / "base"))
+    content = json.loads(tiny_tokenizer().backend_tokenizer.to_str())
+    words = [word for word in content["model"]["vocab"] if not word.startswith("[")]
+    ids = [content["model"]["vocab"][word] for word in words]
+    content["model"]["vocab"] |= dict(zip(words, ids[::-1], strict=True))
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(content)),
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        model_max_length=24,
+    ).save_pretrained(tmp_path / "tokenizer")
+    rows = [
+        {"query": f"{WORDS[i % 9]} {WORDS[i * 3 % 8]}", "positive": " ".join(WORDS[i % 5 : i % 5 + 4])}
+        for i in range(16)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    more = {"is_causal": False} if field == "is_causal" else {"tokenizer_name": str(tmp_path / "tokenizer")}
+    main(
+        [
+            "train",
+            str(
+                write_fields(
+                    tmp_path,
+                    model_name_or_path=str(tmp_path / "base"),
+                    dataset_name=str(tmp_path / "rows.jsonl"),
+                    per_device_train_batch_size=4,
+                    max_steps=2,
+                    save_steps=2,
+                    output_dir=str(tmp_path / "out"),
+                    trainable_modules=["layers.0"],
+                    **more,
+                )
+            ),
+        ]
+    )
+    main(["merge", str(tmp_path / "out" / "checkpoint-2"), "--output", str(tmp_path / "merged")])
+    ended, merged = (
+        SentenceTransformer(str(tmp_path / name), device="cpu").encode([" ".join(WORDS[:5])])
+        for name in ("out", "merged")
+    )
+    assert (ended == merged).all()

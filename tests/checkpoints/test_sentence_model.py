@@ -1,13 +1,14 @@
 """Checkpoints and folders of a SentenceTransformer are its own, and a resumed run is the run that did not stop."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
@@ -18,6 +19,8 @@ from transformers import set_seed
 from hf_dist_ext import DistTrainer, DistTrainingArguments
 from hf_dist_ext.checkpoints import merge, sentence_model, weights
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models import from_run
+from hf_dist_ext.models.adapters import merge_inside, merged_weights
 from hf_dist_ext.strategies.base import Strategy
 from tests.sentence_models import bert, chat_model, routed_model
 
@@ -264,3 +267,52 @@ def test_weights_that_are_parts_of_one_long_tensor_are_saved(tmp_path):
     found = SentenceTransformer(str(tmp_path / "final"), device="cpu").state_dict()
     own = {name: p for name, p in model.named_parameters() if ".pooler." not in name}
     assert all(torch.equal(found[name], p) for name, p in own.items()) and len(own) > 10
+
+
+KINDS = {
+    "dora": LoraConfig(r=2, target_modules=["query"], use_dora=True),
+    "embedding": LoraConfig(r=2, target_modules=["query", "word_embeddings"]),
+    "modules_to_save": LoraConfig(r=2, target_modules=["query"], modules_to_save=["LayerNorm"]),
+    "tokens": LoraConfig(r=2, target_modules=["query"], trainable_token_indices=[5, 6, 7]),
+    "ia3": IA3Config(target_modules=["query", "intermediate.dense"], feedforward_modules=["intermediate.dense"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_of_every_kind_are_resumed_and_merged(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("tests.checkpoints.test_sentence_model.ADAPTERS", KINDS[kind])
+
+    def build() -> SentenceTransformer:
+        return model_of(tmp_path / "base", ["default"])
+
+    whole = train(tmp_path / "whole", build())
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "out" / "checkpoint-5")
+    resumed = train(tmp_path / "parts", build(), resume=True)
+    expected, found = weights_of(whole.bare_model), weights_of(resumed.bare_model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with torch.no_grad():  # far from the base
+        for name, parameter in whole.bare_model.named_parameters():
+            if parameter.requires_grad and "magnitude" not in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    vectors = torch.as_tensor(whole.bare_model.eval().encode(WORDS))
+    merge.save_merged(whole.bare_model, None, tmp_path / "merged")
+    sentence_model.write(whole.bare_model, tmp_path / "adapters")
+    sentence_model.write(from_run.build(tmp_path / "adapters"), tmp_path / "again")  # merged while it is loaded
+    for folder in ("merged", "again"):
+        opened = SentenceTransformer(str(tmp_path / folder), device="cpu")
+        torch.testing.assert_close(torch.as_tensor(opened.encode(WORDS)), vectors, atol=1e-4, rtol=1e-4)
+
+
+def test_merged_weights_of_a_table(tmp_path):
+    model = model_of(tmp_path / "base")
+    model.add_adapter(KINDS["embedding"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    found = merged_weights(model, model.state_dict())
+    merge_inside(model.transformers_model)
+    expected = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[n], expected[n], atol=1e-6) for n in found)

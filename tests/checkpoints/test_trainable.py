@@ -12,6 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_dist_ext.checkpoints import manifest, trainable
+from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -172,3 +173,32 @@ def test_what_fsdp_gathered_for_an_evaluation_is_never_saved(tmp_path):
         dist.destroy_process_group()
     """
     run_python(textwrap.dedent(code))
+
+
+def test_weights_that_were_taken_alone_are_in_the_checkpoints_of_a_run_that_freezes_them(tmp_path):
+    first = make(tmp_path / "A", base(tmp_path), trainable_modules=None, max_steps=2)
+    first.train()
+    whole = make(tmp_path / "B", tmp_path / "base0", resume_weights_only=True)
+    whole.train(resume_from_checkpoint=str(tmp_path / "A" / "checkpoint-2"))
+    whole.save_model()
+    frozen, of_base = whole.model.model.embed_tokens.weight, LlamaForCausalLM.from_pretrained(tmp_path / "base0")
+    assert not frozen.requires_grad and not torch.equal(frozen, of_base.model.embed_tokens.weight)
+    shutil.rmtree(tmp_path / "B" / "checkpoint-4")
+    again = make(tmp_path / "B", tmp_path / "base0", resume_weights_only=True)
+    again.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(again), weights(whole))
+    for number, source in enumerate([tmp_path / "B", tmp_path / "B" / "checkpoint-4"]):
+        merge(source, tmp_path / f"merged-{number}")
+        merged = LlamaForCausalLM.from_pretrained(tmp_path / f"merged-{number}")
+        assert torch.equal(torch.cat([p.flatten() for p in merged.parameters()]), weights(whole))
+
+
+def test_buffers_of_modules_without_parameters_go_with_what_is_around_them():
+    head = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
+    body = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
+    model = nn.ModuleDict({"body": body, "between": nn.BatchNorm1d(3, affine=False), "head": head})
+    head.register_buffer("scale", torch.ones(1))  # Gemma 4's layers have such a one, which belongs to none that trains
+    saved = frozenset({"head.0.weight", "head.0.bias"})
+    owned = {name.rpartition(".")[0] for name in trainable.saved_tensors(model, saved)}
+    assert owned == {"head.0", "head.1", "between"}
+    assert {name.rpartition(".")[0] for name in trainable.frozen_digests(model, saved)} == {"body.0", "body.1", "head"}

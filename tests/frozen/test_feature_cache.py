@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Router
 from sentence_transformers.losses import GISTEmbedLoss, MultipleNegativesRankingLoss
 from sentence_transformers.sentence_transformer.modules import Dense
 
@@ -19,6 +20,7 @@ from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen import feature_cache, feature_store
 from hf_dist_ext.frozen.feature_store import FeatureStore, part_digest, row_keys
+from hf_dist_ext.frozen.leading_part import FrozenVectors
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
@@ -412,3 +414,19 @@ def test_a_folder_that_processes_do_not_share_is_said(tmp_path, monkeypatch):
     assert not said, "it came a little later"
     cache.load_everyones()
     assert len(said) == 1 and "from 3 to 5 stored rows" in said[0]
+
+
+def test_features_depend_on_what_follows_a_frozen_route():
+    digests = set()
+    for seed in (0, 1, 1):
+        torch.manual_seed(0)
+        queries, documents = ([*embedding_model(model_config("bert"))] for _ in range(2))
+        first = Router.for_query_document(queries, documents)
+        torch.manual_seed(seed)
+        model = SentenceTransformer(modules=[first, Dense(32, 8)], device="cpu")
+        for parameter in [*model[0].sub_modules["document"].parameters(), *model[1].parameters()]:
+            parameter.requires_grad_(False)
+        part = FrozenVectors(model)
+        assert not part.is_pooled
+        digests.add(part_digest(part.modules, model))
+    assert len(digests) == 2
