@@ -99,7 +99,8 @@ class DataPosition:
         }
         if isinstance(sampler := getattr(self._order, "sampler", None), OneSourceSampler):
             how["sources"] = sampler.facts()
-        if self._rows_of_epoch is not None and now.rows >= self._rows_of_epoch:
+        is_left = self.stream is None and self.run.control.should_epoch_stop  # by a callback
+        if is_left or (self._rows_of_epoch is not None and now.rows >= self._rows_of_epoch):
             now = replace(now, epoch=now.epoch + 1, rows=0, window=self.rows_per_micro_batch)
         elif now.rows:
             how["order_digest"] = None if self._order is None else self._order.digest()
@@ -263,7 +264,10 @@ class DataPosition:
         if is_stream(self.run.train_dataset) and self.used.samples:
             # Trainer takes the steps of all epochs for batches of the first.
             return self.used.epoch, self.used.rows // self.rows_per_micro_batch
-        epochs, batches = counted
+        # A callback may have left an epoch before its end, which Trainer counts as if it had not.
+        place = self.used.epoch, self.used.rows // self.rows_per_micro_batch
+        is_as_long = self.run.keeper.resumed.get("data_length") == length(self.run.train_dataset)
+        epochs, batches = max(counted, place) if is_as_long else counted  # allow_changed_data: of other rows
         if epochs or batches:  # also of a stock checkpoint
             rows = batches * self.rows_per_micro_batch
             rows_per_step = self.rows_per_micro_batch * self.args.gradient_accumulation_steps

@@ -77,12 +77,16 @@ class SumOfLosses(_Losses):
         super().__init__(losses)
         if alien := [name for name in weights or () if name not in losses]:
             raise UsageError(f'weights has "{alien[0]}", which is none of the losses: {", ".join(losses)}.')
-        if len(guided := [name for name, loss in losses.items() if hasattr(loss, "targets_of")]) > 1:
+        self.refuse_two_guides()
+        self.weights = {name: (weights or {}).get(name, 1.0) for name in losses}
+
+    def refuse_two_guides(self) -> None:
+        guided = [name.removeprefix("of_") for name, loss in self.losses.items() if hasattr(loss, "targets_of")]
+        if len(guided) > 1:
             raise UsageError(
                 f"{guided[0]} and {guided[1]} both have a guide that embeds the rows, and a row has the embedding of "
                 "one guide. Keep one of them."
             )
-        self.weights = {name: (weights or {}).get(name, 1.0) for name in losses}
 
     @property
     def rates_pairs(self) -> bool:

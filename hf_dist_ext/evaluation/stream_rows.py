@@ -42,9 +42,12 @@ def _collate(collator: Callable, first: int, everyones: int, numbered: list[tupl
 
 def loader(run: Any, make: Callable, dataset: Any, *, is_training: bool = False, **options: Any) -> Any:
     """Of a `DistTrainer`, by Trainer's own `make`: batches of an evaluated stream say how many of their rows count.
-    Without a loss they are Trainer's."""
-    if is_training or run.loss is None or hasattr(dataset, "__len__"):
+    `dataloader_drop_last` is of training: figures are of all rows. Without a loss they are Trainer's."""
+    if is_training or run.loss is None:
         return make(dataset=dataset, is_training=is_training, **options)
+    if hasattr(dataset, "__len__"):
+        with meanwhile(run.args, dataloader_drop_last=False):
+            return make(dataset=dataset, **options)
     size, rows = run.args.eval_batch_size, run.strategy.rows
     collate = partial(_collate, run.data_collator, rows.index * size, rows.size * size)
     with meanwhile(run, data_collator=collate):

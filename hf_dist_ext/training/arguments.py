@@ -38,8 +38,8 @@ class DistTrainingArguments(TrainingArguments):
     gradient_cache_chunk_size: int | str | None = option(
         None,
         "Rows per chunk of the gradient cache: activation memory is that of one chunk whatever the batch. 'auto' "
-        "finds it in the first steps. Null: no cache unless gradient_cache_chunk_tokens is set. In a pipeline without "
-        "a loss over embeddings: rows of a batch that go through the stages together.",
+        "finds it in the first steps. Null: no cache unless gradient_cache_chunk_tokens or _patches is set. In a "
+        "pipeline without a loss over embeddings: rows of a batch that go through the stages together.",
     )
     gradient_cache_chunk_tokens: int | None = option(
         None, "Tokens per chunk, padding included; alone or together with gradient_cache_chunk_size."
@@ -265,8 +265,8 @@ class DistTrainingArguments(TrainingArguments):
     save_full_model: bool = option(
         False,
         "When only a part was trained, end with the complete model all the same, adapters merged. Off: what was "
-        "trained; hf-dist merge makes the complete model of it. Run files of embedding models turn it on, unless LoRA "
-        "trains.",
+        "trained; hf-dist merge makes the complete model of it. Run files turn it on for embedding models, with "
+        "LoRA only for those of a model_config; not in stages.",
     )
     allow_changed_data: bool = option(
         False, "Resume though the seed of the order or the training rows are not those of the checkpoint."
@@ -371,6 +371,11 @@ class DistTrainingArguments(TrainingArguments):
             raise UsageError(
                 f"early_stopping_patience={self.early_stopping_patience} counts evaluations in which "
                 f"metric_for_best_model was no better than before. Set {' and '.join(wrong)}, or remove it."
+            )
+        if self.restore_callback_states_from_checkpoint:
+            raise UsageError(
+                "restore_callback_states_from_checkpoint=true makes callbacks anew, and that of "
+                "early_stopping_patience goes on counting at a resume by itself. Remove one of them."
             )
 
     def to_dict(self) -> dict[str, Any]:

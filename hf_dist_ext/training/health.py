@@ -101,7 +101,9 @@ class Health(TrainerCallback):
         end_with_launcher()
         self.was_preempted, self._stop_at_step, self._put_off, self.evaluation_is_due = False, None, set(), False
         self._answers, self._loss_of_update, self.inputs, self._replays = None, None, [], []
-        self._allowed = 0.0
+        self._allowed, self.replay_error = 0.0, None
+        if self.guard is not None:
+            self.guard.total = self.guard.in_a_row = 0
         is_first = self.args.process_index == 0
         with contextlib.ExitStack() as entered:
             if self.run.has_own_arguments and not is_search and is_first:
@@ -385,7 +387,9 @@ class EarlyStop(EarlyStoppingCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         super().on_train_begin(args, state, control, **others)
         self.started_at = state.global_step
-        saved = state.stateful_callbacks.get(type(self).__name__)
+        self.early_stopping_patience_counter = 0
+        # A state that was not read from a checkpoint holds what this very object had counted in a training before.
+        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
         if saved is not None:
             self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
             if self.early_stopping_patience_counter >= self.early_stopping_patience:

@@ -63,8 +63,9 @@ def scale(args: Any, devices: int) -> None:
             logger.info(f"{words}; learning_rate {args.learning_rate:g} as given.")
         return
     given = tuple(getattr(args, name) for name in RATES)
-    before, scaled = getattr(args, "_scaled_rates", (given, None))
-    before = before if given == scaled else given
+    before, scaled = getattr(args, "_scaled_rates", (given, [None] * len(given)))
+    # Of each by itself: what sets one anew, as a search does, leaves the others scaled.
+    before = tuple(old if now == was else now for old, was, now in zip(before, scaled, given, strict=True))
     factor = math.sqrt(effective / base) if rule == "sqrt" else effective / base
     for name, rate in zip(RATES, before, strict=True):
         by_part = {part: own * factor for part, own in rate.items()} if isinstance(rate, dict) else None

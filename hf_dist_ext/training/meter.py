@@ -287,14 +287,18 @@ class Profiler(TrainerCallback):
     def __init__(self, num_steps: int):
         self.num_steps = num_steps
         self.profile: Any = None
+        self._first = WARM_UP_STEPS
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._first = state.global_step + WARM_UP_STEPS  # of this start, which may be a resume
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if state.global_step == WARM_UP_STEPS and self.profile is None:
+        if state.global_step == self._first and self.num_steps and self.profile is None:
             self.profile = torch.profiler.profile()
             self.profile.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if self.profile is not None and state.global_step == WARM_UP_STEPS + self.num_steps:
+        if self.profile is not None and state.global_step == self._first + self.num_steps:
             self._write(args)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:

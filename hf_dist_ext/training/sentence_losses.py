@@ -86,8 +86,11 @@ def as_loss(loss: Any, model: nn.Module) -> Any:
     if isinstance(loss, Mapping):
         made = {id(one): as_loss(one, model) for one in loss.values()}
         return LossPerSource({source: made[id(one)] for source, one in loss.items()})
-    if isinstance(loss, SumOfLosses):
-        loss.losses.update({name: as_loss(one, model) for name, one in loss.losses.items()})
+    if isinstance(loss, SumOfLosses | LossPerSource):
+        made = {id(one): as_loss(one, model) for one in loss.losses.values()}
+        loss.losses.update({name: made[id(one)] for name, one in loss.losses.items()})
+        if isinstance(loss, SumOfLosses):
+            loss.refuse_two_guides()  # which a loss of sentence-transformers shows when it is made into one of ours
         return loss
     if scores_embeddings(loss):
         return loss
@@ -96,8 +99,8 @@ def as_loss(loss: Any, model: nn.Module) -> Any:
 
 def scores_embeddings(loss: Any) -> bool:
     """By its arguments: else it is a loss over features, or a function that makes one. A mapping: all of them do."""
-    if isinstance(loss, Mapping):
-        return all(map(scores_embeddings, loss.values()))
+    if isinstance(loss, Mapping | SumOfLosses | LossPerSource):
+        return all(map(scores_embeddings, (loss if isinstance(loss, Mapping) else loss.losses).values()))
     kinds = (loss if isinstance(loss, type) else type(loss)).__mro__
     if isinstance(loss, type) or any(kind.__module__.startswith("sentence_transformers.") for kind in kinds):
         return False

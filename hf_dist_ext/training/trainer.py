@@ -83,7 +83,8 @@ class DistTrainer(Trainer):
         loss: scores embeddings, `loss(own, everyone, row_offset, ids) -> LossOutput` (see `losses.InfoNCELoss`), and
             takes `targets` too where it reads labels. Batches are then mappings column -> features; the first column
             is the anchor, the second its positive, further ones hold hard negatives. None: the model's own loss,
-            exactly as Trainer; with `pipeline_parallel_size` a causal language model's, with Trainer's gradients.
+            exactly as Trainer; of a SentenceTransformer or MultiVectorEncoder what its own trainer takes then; with
+            `pipeline_parallel_size` a causal language model's, with Trainer's gradients.
         evaluator: of sentence-transformers, or of your own, or a list of them: called with the model, a
             SentenceTransformer or MultiVectorEncoder, whose `encode` shares its rows out over processes. It needs no
             `eval_dataset`.
@@ -376,6 +377,8 @@ class DistTrainer(Trainer):
             self.options.trust_checkpoint,
             around=lambda: loss_state.loss_state_apart(self.loss, self.optimizer),
         )
+        if self.options.warmup_ratio is not None:  # of a search, which sets it after the arguments were made
+            self.args.warmup_steps, self.args.warmup_ratio = self.args.warmup_ratio, None
         learning_rate.warn_of_warmup(self.args, num_training_steps)
         return super().create_scheduler(num_training_steps, optimizer)
 
@@ -487,8 +490,9 @@ class DistTrainer(Trainer):
 
     def _fit_checkpoint(self) -> None:
         """Whether the model fits the checkpoint, and which run goes on."""
+        self.files.carry((self.keeper.resumed.get("trains") or {}).get("carried", ()))
         self.files.prepare()
-        self.keeper.fit(
+        has_weights_only = self.keeper.fit(
             self.bare_model,
             self.strategy,
             self.files.frozen_digests,
@@ -498,6 +502,8 @@ class DistTrainer(Trainer):
             settings=same_run.settings(self.args, self.data_collator, self.bare_model),
             is_search=self.hp_search_backend is not None,
         )
+        if has_weights_only:
+            self.files.carry_what_changed()
         learning_rate.scale(self.args, self.strategy.rows.size)
 
     def _name_optimizer(self) -> str:

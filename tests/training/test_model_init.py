@@ -1,5 +1,7 @@
 """`model_init` makes a model for every training: what was decided and trained of one says nothing of the next."""
 
+import math
+
 import optuna
 import pytest
 import torch
@@ -9,7 +11,8 @@ from torch import nn
 from transformers import BertConfig, TrainingArguments
 
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import RunError, UsageError
+from hf_dist_ext.training import learning_rate
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.tiny_models import embedding_model
@@ -151,3 +154,48 @@ def test_optuna_searches_without_a_field_of_this_package(tmp_path, kind):
         n_trials=2, direction="minimize", backend="optuna",
     )  # fmt: skip
     assert 1e-3 <= best.hyperparameters["learning_rate"] <= 1e-1
+
+
+def test_early_stopping_of_one_training_does_not_end_the_next(tmp_path):
+    steps = dict(eval_strategy="steps", eval_steps=1, metric_for_best_model="loss", max_steps=9)
+    made = trainer(tmp_path, lambda: Tiny(), learning_rate=0.0, early_stopping_patience=2, **steps)
+    found = []
+    for _ in range(2):
+        made.train()
+        found.append(made.state.global_step)
+    assert found == [3, 3], "the first is the best, and two are no better"
+
+
+def test_a_search_that_sets_one_rate_leaves_the_others_scaled_once(tmp_path):
+    args = DistTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=8, lr_scale_rule="linear",
+        lr_base_batch_size=4, learning_rate=0.1, learning_rates={"middle": 1e-3},
+    )  # fmt: skip
+    for given, scaled in ((0.1, 0.2), (None, 0.2), (0.3, 0.6), (0.5, 1.0)):  # None: as it is
+        args.learning_rate = given or args.learning_rate
+        learning_rate.scale(args, 1)
+        assert args.learning_rate == pytest.approx(scaled) and args.learning_rates == {"middle": pytest.approx(2e-3)}
+
+
+def test_updates_that_one_training_skipped_do_not_count_in_the_next(tmp_path):
+    calls = iter([math.nan] * 4 + [1.0] * 9)
+
+    def loss(own, everyone=None, row_offset=0, ids=None):
+        first, second = own.values()
+        return (first * second).sum() * next(calls)
+
+    made = trainer(tmp_path, lambda: Tiny(), loss=loss, max_nonfinite_steps=3, learning_rate=1e-3, max_steps=4)
+    with pytest.raises(RunError, match="3 steps in a row"):
+        made.train()
+    made.train()
+    assert [line.get("nonfinite_steps") for line in made.state.log_history if "learning_rate" in line] == [1] * 4
+
+
+def test_a_search_may_set_the_warmup_ratio(tmp_path):
+    made, used = trainer(tmp_path, lambda: Tiny()), []
+    made.hyperparameter_search(
+        hp_space=lambda trial: {"warmup_ratio": (0.25, 0.5)[trial.number]},
+        compute_objective=lambda metrics: used.append(made.args.get_warmup_steps(4)) or metrics["eval_loss"],
+        n_trials=2, direction="minimize", backend="optuna",
+    )  # fmt: skip
+    assert used == [1, 2]

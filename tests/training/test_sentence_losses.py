@@ -33,7 +33,7 @@ from hf_dist_ext.run import losses as by_name
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.training import metrics
 from hf_dist_ext.training.arguments import DistTrainingArguments
-from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss, as_loss, asked_chunks
+from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss, as_loss, asked_chunks, scores_embeddings
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
 from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
@@ -722,6 +722,13 @@ def test_parameters_of_a_loss_are_saved_once_and_read_back(tmp_path):
     assert all(second.state_dict()[name].equal(value) for name, value in state.items())
 
 
+def test_a_loss_of_two_sources_is_saved(tmp_path):
+    first, second = (as_loss({"a": loss, "b": loss}, None) for loss in (InfoNCELoss(t, True) for t in (0.1, 0.2)))
+    save_loss(first, tmp_path)
+    load_loss(second, str(tmp_path))
+    assert all(second.state_dict()[name].equal(value) for name, value in first.state_dict().items())
+
+
 @pytest.mark.parametrize("kind, normalizes", [("plain", False), ("pooled", False), ("normalized", True)])
 @pytest.mark.parametrize("name", ["TripletLoss", "SoftmaxLoss", "CoSENTLoss"])
 def test_lengths_stay_where_the_loss_reads_them_unless_the_folder_normalises(
@@ -774,3 +781,12 @@ def test_lengths_stay_where_the_loss_reads_them_unless_the_folder_normalises(
     assert [type(module).__name__ for module in SentenceTransformer(str(tmp_path / "out"), device="cpu")] == [
         "Transformer", "Pooling", *["Normalize"] * (normalizes or is_cosine)
     ]  # fmt: skip
+
+
+def test_losses_of_sentence_transformers_inside_of_ours_are_made_into_ours_and_have_one_guide(model, guides):
+    gist = {name: losses.GISTEmbedLoss(model, guide) for name, guide in guides.items()}
+    assert not scores_embeddings(SumOfLosses(gist)), "of a model_init they are made when the model is"
+    with pytest.raises(UsageError, match="same and shorter both have a guide"):
+        as_loss(SumOfLosses(gist), model)
+    of = as_loss(LossPerSource({"a": losses.CoSENTLoss(model)}, losses.MultipleNegativesRankingLoss(model)), model)
+    assert all(isinstance(one, SentenceTransformersLoss) for one in of.losses.values())

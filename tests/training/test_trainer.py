@@ -454,3 +454,44 @@ def test_settings_of_a_resume_are_the_same_words_in_every_process(tmp_path):
     assert given["columns"] is given["prompts"] is None and given["max_grad_norm"] == 1.0
     made.args.lr_scheduler_kwargs = {"lambda": len}
     assert "0x" not in json.dumps(same_run.settings(made.args, made.data_collator, made.bare_model))
+
+
+def test_a_patience_does_not_go_with_callbacks_that_are_made_anew(tmp_path):
+    steps = dict(eval_strategy="steps", eval_steps=1, metric_for_best_model="loss")
+    with pytest.raises(UsageError, match="Remove one of them"):
+        trainer(tmp_path, early_stopping_patience=2, restore_callback_states_from_checkpoint=True, **steps)
+
+
+@pytest.mark.parametrize("size", [16, 32])
+def test_an_evaluation_is_of_all_rows_whatever_training_drops(tmp_path, size):
+    run = lambda drops: trainer(tmp_path, dataloader_drop_last=drops, per_device_eval_batch_size=size)  # noqa: E731
+    found = [run(drops).evaluate() for drops in (False, True)]
+    names = [n for n in found[0] if n.startswith(("eval_loss", "eval_mrr", "eval_ndcg", "eval_recall"))]
+    assert len(names) == 5 and all(found[0][name] == found[1][name] for name in names)
+    made = trainer(tmp_path, dataloader_drop_last=True)
+    assert made.args.dataloader_drop_last and len(made.predict(list(range(20))).label_ids) == 20
+
+
+class LeavesFirstEpoch(TrainerCallback):
+    def on_step_end(self, args, state, control, **others):
+        control.should_epoch_stop = state.global_step == 2
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_run_whose_callback_leaves_an_epoch_resumes_where_it_was(tmp_path, step):
+    def run(folder, resume=None):
+        of = trainer(tmp_path / folder, num_train_epochs=2, max_steps=-1, save_strategy="steps", save_steps=step)
+        of.add_callback(LeavesFirstEpoch())
+        of.train(resume_from_checkpoint=resume)
+        return of.state.global_step, [p.detach().clone() for p in of.model.parameters()]
+
+    whole, again = run("whole"), run("again", str(tmp_path / "whole" / f"checkpoint-{step}"))
+    assert whole[0] == again[0] == 6
+    torch.testing.assert_close(again[1], whole[1], rtol=0, atol=0)
+
+
+def test_a_resumed_run_is_profiled_too(tmp_path):
+    trainer(tmp_path / "whole", save_strategy="steps", save_steps=3, max_steps=4).train()
+    of = trainer(tmp_path / "again", max_steps=8, profile_steps=1)
+    of.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert (tmp_path / "again" / "profile_rank0.json").is_file()
