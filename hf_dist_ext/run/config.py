@@ -63,7 +63,7 @@ class RunConfig:
     pooling: Literal["mean", "cls", "last", "tokens"] = option(
         "mean",
         'How token states become one embedding; last suits decoders. "tokens": a vector per token stays, which '
-        '"loss": "late_interaction" takes for granted.',
+        '"loss": "late_interaction" takes for granted. Not given: a folder keeps its own.',
     )
     projection_dim: int | None = option(None, "Add a linear layer to this embedding size. Null: the backbone's size.")
     normalize: bool = option(
@@ -88,8 +88,8 @@ class RunConfig:
     # --- Data ---
     dataset_name: str | None = option(
         None,
-        'Training data: "code-search" or "glyph-search" (built in), a hub id, or a json/csv/parquet/arrow file or '
-        "folder.",
+        'Training data: "code-search", "glyph-search" or "digits" (built in), a hub id, or a '
+        "json/jsonl/csv/parquet/arrow file or folder.",
     )
     dataset_config_name: str | None = option(None, "Configuration of the hub dataset.")
     datasets: list[dict[str, Any]] | None = option(
@@ -111,8 +111,8 @@ class RunConfig:
     columns: dict[str, str | list[str] | dict[str, str]] | None = option(
         None,
         'Dataset columns to use: {"query": "question", "positive": "answer", "negative": ["n1", "n2"]}; for a '
-        'vision-language model also {"query": {"text": "question", "image": "photo"}}. Null: those named query, '
-        "positive and negative.",
+        'vision-language model also {"query": {"text": "question", "image": "photo"}}. Null: those named query '
+        "(or anchor), positive and negative (or negative_1, negative_2, ...).",
     )
     prompts: dict[str, str] | None = option(
         None,
@@ -158,7 +158,7 @@ class RunConfig:
         None,
         'The loss over embeddings: "infonce", "siglip", "late_interaction" (token vectors, as ColBERT), or a class of '
         'sentence-transformers such as "CoSENTLoss". Not given: "infonce" for task "embedding". Null or "none": the '
-        "model's own.",
+        "model's own, which an embedding model does not have.",
     )
     loss_options: dict[str, Any] | None = option(
         None, 'Options of a loss other than infonce: {"scale": 20.0}, as its class takes them; see docs/losses.md.'
