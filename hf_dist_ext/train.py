@@ -30,7 +30,7 @@ from hf_dist_ext.failures import exit_on_usage_error, first_error_only, meet
 from hf_dist_ext.launch import hand_over_if_needed
 from hf_dist_ext.run import lease, record
 from hf_dist_ext.run.config import Run
-from hf_dist_ext.run.preemption import StopSignals, exit_code
+from hf_dist_ext.run.preemption import MARK, StopSignals, exit_code, remove_mark, write_mark
 from hf_dist_ext.run.read import load_run
 
 if TYPE_CHECKING:
@@ -59,9 +59,14 @@ def main(
         run = load_run(argv)
         run.training |= fields
         hand_over_if_needed(run, program, argv)  # (1)
-        with StopSignals(), first_error_only():
-            meet()
-            (act or train)(run)
+        with StopSignals() as stop, first_error_only():
+            try:
+                meet()
+                (act or train)(run)
+            finally:
+                # a run that loads or saves has nothing to finish; SIGTERM may be a launcher's, after an error
+                if act is None and stop.received == "SIGUSR1" and launched.rank() == 0:
+                    write_mark(run.training["output_dir"], None, stop.received)
 
 
 def join_freed_memory() -> None:
@@ -108,6 +113,7 @@ def train(run: Run) -> None:
             to_load = ["merge it: hf-dist merge {quoted} --output {quoted}-merged      # the complete model"]
     if is_main:
         output_dir = Path(run.training["output_dir"])
+        remove_mark(str(output_dir))  # where all stages had ended before, none has begun
         (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         pictures = model_card.write(output_dir, run, report, to_load, lives)
         print_end(report, to_load, output_dir, pictures)
@@ -134,14 +140,17 @@ def train_once(
 
     trainer = parts.make_trainer(args)  # (2)
     trainer.stage = run.name or None
-    trainer.keeper.at_begin += [at_begin] * args.should_save + [partial(record.write, whole)] * (
-        args.process_index == 0
-    )
+    trainer.keeper.at_begin += [at_begin] * args.should_save
+    if args.process_index == 0:
+        trainer.keeper.at_begin += [partial(remove_mark, whole.training["output_dir"]), partial(record.write, whole)]
     trains = [(num_elements(p), p.requires_grad) for p in trainer.model.parameters()]
 
     # (3)
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if trainer.was_preempted:
+        mark = Path(args.output_dir, MARK)
+        if run is not whole and args.process_index == 0 and mark.is_file():  # of a stage: who looks does not know it
+            mark.replace(Path(whole.training["output_dir"], MARK))
         trainer.accelerator.wait_for_everyone()  # the launcher ends the others as soon as one has left
         sys.exit(exit_code(trainer.stop_signal))
     after = trainer.evaluate() if parts.evaluates else {}

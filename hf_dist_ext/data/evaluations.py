@@ -32,7 +32,15 @@ from datasets import Dataset
 from hf_dist_ext.data.collator import as_list
 from hf_dist_ext.data.columns import columns_of, require_column
 from hf_dist_ext.data.encoding import refuse_other_encoding
-from hf_dist_ext.data.load import loading_errors, open_here, open_splits, opened, path_of, place_of
+from hf_dist_ext.data.load import (
+    loading_errors,
+    open_here,
+    open_splits,
+    opened,
+    path_of,
+    place_of,
+    say_what_is_not_read,
+)
 from hf_dist_ext.data.row_check import first_of_node
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
@@ -54,12 +62,14 @@ class Items:
 
     Attributes:
         lengths: (n,) of the texts in characters; zeros for pictures.
+        are_pictures: each is decoded when it is taken.
     """
 
     def __init__(self, values: Dataset):
         (self._column,) = values.column_names
         self._values, self.lengths = values, np.zeros(len(values), dtype=np.int64)
-        if not isinstance(values.features[self._column], datasets.Image):
+        self.are_pictures = isinstance(values.features[self._column], datasets.Image)
+        if not self.are_pictures:
             self.lengths = pc.utf8_length(values.data.column(self._column)).to_numpy()
 
     def __len__(self) -> int:
@@ -121,9 +131,9 @@ def _named(options: Evaluation) -> Any:
 
 def read_retrieval(options: Retrieval) -> RetrievalData:
     folder = path_of(options.path)
-    has_some = any(_file(folder, name).is_file() for name in FILES.values())
+    has_some = any((folder / f"{name}{end}").is_file() for name in FILES.values() for end in ("", ".gz"))
     # A clone from the hub says in its README what is which, and may call its files the same.
-    is_beir = any(folder.glob("qrels/*.tsv*")) or (has_some and not (folder / "README.md").is_file())
+    is_beir = bool(_qrels_in(folder)) or (has_some and not (folder / "README.md").is_file())
     tables, qrels = _read_beir(folder, options.split) if is_beir else _read_mteb(options.path, options.split)
     ids = {kind: _ids(tables[kind], kind) for kind in FILES}
     query, document = (
@@ -159,8 +169,16 @@ def read_retrieval(options: Retrieval) -> RetrievalData:
 
 
 def _file(folder: Path, name: str) -> Path:
-    packed = folder / f"{name}.gz"
-    return packed if packed.is_file() else folder / name
+    plain, packed = folder / name, folder / f"{name}.gz"
+    if plain.is_file() and packed.is_file():
+        raise UsageError(f"{folder} has {name} and {name}.gz. Remove the one that is not meant.")
+    return packed if packed.is_file() else plain
+
+
+def _qrels_in(folder: Path) -> list[str]:
+    """Splits; a copy that an editor keeps, such as test.tsv.bak, is none."""
+    names = {path.name.removesuffix(".gz") for path in (folder / "qrels").glob("*.tsv*")}
+    return sorted(name.removesuffix(".tsv") for name in names if name.endswith(".tsv"))
 
 
 def _choose_split(splits: Mapping[str, Any], asked: str | None, what: str) -> str:
@@ -190,10 +208,9 @@ def _read_beir(folder: Path, split: str | None) -> tuple[dict[str, Dataset], dic
             raise UsageError(
                 f'{path} cannot be read: {error}. Every line is an object with texts "_id" and "text".'
             ) from None
-    files = {path.name.partition(".")[0]: path for path in sorted((folder / "qrels").glob("*.tsv*"))}
-    if not files:
+    if not (splits := _qrels_in(folder)):
         raise UsageError(f"{folder} has no qrels/*.tsv. BEIR's layout is corpus.jsonl, queries.jsonl, qrels/*.tsv.")
-    qrels = files[_choose_split(files, split, "qrels")]
+    qrels = _file(folder / "qrels", f"{_choose_split(dict.fromkeys(splits), split, 'qrels')}.tsv")
     try:
         return tables, _read_qrels(qrels)
     except UnicodeDecodeError:
@@ -336,6 +353,7 @@ def read_rows(options: RowsEvaluation) -> RowsData:
     numbers = names.get("score") or names.get("label")
     config = RunConfig(dataset_name=options.path, dataset_config_name=options.config, label_column=numbers)
     splits = opened(open_splits, options.path, config)
+    say_what_is_not_read(options.path)
     split = _choose_split(splits, options.split, options.path)
     dataset, rows = splits[split], {}
     where = options.path if len(splits) == 1 else f"{options.path} ({split})"  # a file's only one is called "train"

@@ -101,6 +101,8 @@ def load_datasets(
         eval_name, eval_split = run.eval_dataset_name or run.dataset_name, run.eval_split
         if run.eval_dataset_name:
             splits = opened(opener, eval_name, run)
+            if train_check.is_on:
+                say_what_is_not_read(eval_name)
             eval_split = eval_split or only_split(splits, eval_name)
         elif run.dataset_name in BUILT_IN_PAIRS or (run.dataset_name == digits.NAME and not run.eval_holdout):
             eval_split = eval_split or "test"  # they bring one

@@ -11,6 +11,7 @@ documents of this rank's share of a part.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from hf_dist_ext.strategies.base import Strategy
 
 # What is logged of dimensions and quantised values, and what a report shows.
 SHORT = ("recall", "ndcg", "mrr", "map")
+BATCHES_OF_PICTURES = 8  # that are decoded at a time
 
 
 class CorpusEvaluator(BaseEvaluator):
@@ -75,24 +77,29 @@ class _Shares:
         self.rows = (model.encoding.strategy if self.is_shared else Strategy()).rows
 
     def whole(self, items: Items, side: str) -> Compared:
-        return self._encoded(items.take(np.arange(len(items))), side)
+        return self._encoded(items, np.arange(len(items)), side)
 
     def own(self, items: Items, numbers: np.ndarray, side: str) -> tuple[torch.Tensor, Compared]:
         """This rank's share of the items with these numbers: their numbers and embeddings, on the device."""
         numbers = numbers[np.argsort(-items.lengths[numbers], kind="stable")]
         own, most = numbers[self.rows.index :: self.rows.size], len(numbers[:: self.rows.size])
-        mine = items.take([*own, numbers[-1]][:most])
-        encode = lambda: self._encoded(mine, side)  # noqa: E731
+        mine = np.append(own, numbers[-1])[:most]
+        encode = lambda: self._encoded(items, mine, side)  # noqa: E731
         found = self.model.encode_apart(encode) if self.is_shared else encode()
         return torch.from_numpy(own).to(found.device), found[: len(own)]
 
-    def _encoded(self, values: list, side: str) -> Compared:
-        options = {"batch_size": self.batch_size, "show_progress_bar": False}
-        if hasattr(self.model, "truncate_dim"):  # which a MultiVectorEncoder has not
-            return self.embed(self.model, values, encode_fn_name=side, convert_to_tensor=True, **options)
-        found = self.embed(self.model, values, encode_fn_name=side, **options)
+    def _encoded(self, items: Items, numbers: np.ndarray, side: str) -> Compared:
+        options: dict[str, Any] = {"encode_fn_name": side, "batch_size": self.batch_size, "show_progress_bar": False}
+        is_dense = hasattr(self.model, "truncate_dim")  # which a MultiVectorEncoder has not
+        options |= {"convert_to_tensor": True} if is_dense else {}
+        size = BATCHES_OF_PICTURES * self.batch_size if items.are_pictures else len(numbers)
+        parts = [numbers[first : first + size] for first in range(0, len(numbers), size)]
+        encoded = [self.embed(self.model, items.take(part), **options) for part in parts]
+        if is_dense:
+            return encoded[0] if len(encoded) == 1 else torch.cat(encoded)
+        found = list(chain.from_iterable(encoded))
         lengths = torch.tensor([len(one) for one in found], device=found[0].device)
-        vectors = pad_sequence(list(found), batch_first=True)
+        vectors = pad_sequence(found, batch_first=True)
         return TokenVectors(vectors, torch.arange(vectors.shape[1], device=lengths.device) < lengths[:, None])
 
     def added(self, values: torch.Tensor) -> torch.Tensor:

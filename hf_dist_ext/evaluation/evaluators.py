@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import set_seed
+from transformers.trainer_utils import denumpify_detensorize
 from transformers.utils import logging
 
 from hf_dist_ext.engine.replay import RandomState
@@ -109,7 +110,8 @@ def _figures_of(
             f"the evaluator {type(evaluator).__name__} has returned None. Let it return a number, or a dict of name "
             "and number."
         )
-    return dict(found) if isinstance(found, Mapping) else {"evaluator": found}
+    figures = dict(found) if isinstance(found, Mapping) else {"evaluator": found}
+    return denumpify_detensorize(figures)  # as Trainer does with those of compute_metrics, else no file takes them
 
 
 # ---- names ----

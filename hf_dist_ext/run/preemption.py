@@ -75,6 +75,7 @@ class StopSignals:
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)  # the second one ends the process
         if not self.finishes_steps:
+            self.received = name
             sys.exit(exit_code(name))  # (3)
         if self.received is None:
             self.received = name
@@ -119,8 +120,10 @@ def forward_to_children(number: int, frame: FrameType | None) -> None:
         sys.exit(exit_code(signal.Signals(number).name))
 
 
-def write_mark(output_dir: str, step: int, name: str) -> None:
+def write_mark(output_dir: str, step: int | None, name: str) -> None:
+    """`step`: None while the run loads or saves."""
     text = json.dumps({"exit_code": REQUEUE, "step": step, "signal": name})
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
     Path(output_dir, MARK).write_text(text + "\n", encoding="utf-8")
 
 

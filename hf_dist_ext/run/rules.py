@@ -16,7 +16,7 @@ from hf_dist_ext.run.fields import show
 from hf_dist_ext.run.files import looks_like_a_path
 from hf_dist_ext.run.losses import INFONCE_FIELDS
 from hf_dist_ext.run.parts import check_parts
-from hf_dist_ext.run.sources import NUM_PAIR_COLUMNS, check_sources
+from hf_dist_ext.run.sources import BUILT_IN, NUM_PAIR_COLUMNS, check_sources, sources_of
 
 CONTRASTIVE_FIELDS = [
     *INFONCE_FIELDS,
@@ -113,6 +113,20 @@ def check_rules(run: Run) -> None:
     if config.task == "embedding" and config.image_folder is not None and not has_images:
         raise UsageError(f"image_folder={show(config.image_folder)} is where image_columns are read from. Name them.")
     check_sources(run)
+    names = {one.name for one in parse_evaluations(config.evaluations or [])}
+    held_out = {  # of others there are no figures
+        source.name
+        for source in sources_of(config)
+        if (one := source.config).eval_split
+        or one.eval_dataset_name
+        or one.eval_holdout
+        or one.dataset_name in BUILT_IN
+    }
+    if double := sorted(held_out & names):
+        raise UsageError(
+            f'evaluations and datasets both have the name "{double[0]}", and so would their figures. Give one of them '
+            "another name."
+        )
     if config.dataset_name is None and config.datasets is None:
         raise UsageError('dataset_name is not given. Set "code-search", a hub id or the path of a data file.')
     if config.task == "embedding" and config.columns is not None and len(config.columns) < NUM_PAIR_COLUMNS:

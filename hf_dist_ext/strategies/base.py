@@ -224,7 +224,7 @@ class Strategy:
 
     def agree_on_loss(self, state: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """After an update's last batch: the loss's parameters and buffers, which its forward may have written to, are
-        those of a rank that has run it. Every rank calls it."""
+        those of a rank that has run it. Every rank calls it; their names and shapes stay as they were."""
 
     def keeping_gradients(self) -> AbstractContextManager:
         """While inside, no update is made of gradients, and `gradient_of` finds them after the last backward."""

@@ -30,7 +30,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.tasks.rows import StoredRows, read_rows
 from hf_dist_ext.tasks.serving import load_for_serving, not_written, require_devices, require_new
 
-BATCHES_PER_WINDOW = 128
+BATCHES_PER_WINDOW = 128  # of texts; of pictures, which are large once they are decoded, one for each process
 ROWS_PER_GROUP = 16_384  # of a parquet file
 DOCUMENT_ROLE = ("document", "passage", "corpus", "positive")  # prompts whose texts have the length of documents
 OF_RANGES = ("int8", "uint8")
@@ -75,7 +75,8 @@ def main(asked: Encode) -> None:
         unfinished = output.with_name(f"{output.name}.unfinished")
         with _taken(output, unfinished):
             _reserve(unfinished, rows.count, width)
-            _encode(rows, encode, unfinished, asked.batch_size)  # (2)
+            at_once = len(asked.devices or [""]) if rows.are_pictures else BATCHES_PER_WINDOW
+            _encode(rows, encode, unfinished, at_once * asked.batch_size)  # (2)
             try:
                 _finish(unfinished, output, rows, asked.precision, ranges)  # (3)
             except OSError as error:
@@ -116,6 +117,12 @@ def _check(asked: Encode, output: Path) -> None:
         raise UsageError("--prompt and --prompt_name both say what stands before each text. Give one of them.")
     if asked.id_column is not None and output.suffix != ".parquet":
         raise UsageError(f"--id_column {asked.id_column}: a .npy file holds numbers alone. Give a .parquet --output.")
+    ranges = output.with_suffix(".ranges.npy")
+    if asked.precision in OF_RANGES and asked.ranges is None and ranges.exists():
+        raise UsageError(
+            f"{ranges} exists, of another output: --ranges {ranges} gives this one the same steps. Or give another "
+            "--output, or remove it."
+        )
     if asked.ranges is not None and asked.precision not in OF_RANGES:
         raise UsageError(f"--ranges goes with --precision {' or '.join(OF_RANGES)}, which divide them into steps.")
     require_devices("--devices", asked.devices or ())
@@ -153,6 +160,7 @@ def _encoder(asked: Encode, are_pictures: bool) -> Iterator[Callable[[list], np.
             raise UsageError(f"--prompt_name {name}: the prompts of {asked.model} are {', '.join(model.prompts)}.")
         encode, options["prompt_name"] = model.encode_document if name in DOCUMENT_ROLE else model.encode, name
     pool = model.start_multi_process_pool(asked.devices) if asked.devices else None
+    options["chunk_size"] = asked.batch_size if are_pictures else None
     try:
         yield partial(encode, pool=pool, show_progress_bar=False, **options)
     finally:
@@ -166,9 +174,8 @@ def gives_length_one(model: torch.nn.Module) -> bool:
     return any(isinstance(module, Normalize) for module in model.modules())
 
 
-def _encode(rows: StoredRows, encode: Callable[[list], np.ndarray], unfinished: Path, batch_size: int) -> None:
+def _encode(rows: StoredRows, encode: Callable[[list], np.ndarray], unfinished: Path, window: int) -> None:
     embeddings = np.lib.format.open_memmap(unfinished, "r+")
-    window = BATCHES_PER_WINDOW * batch_size
     with tqdm(total=rows.count, desc="embedding", unit=" rows", disable=None) as bar:  # None: where no terminal is
         for first in range(0, rows.count, window):
             found = encode(rows.take(first, first + window))
@@ -182,7 +189,7 @@ def _encode(rows: StoredRows, encode: Callable[[list], np.ndarray], unfinished: 
 
 def _finish(unfinished: Path, output: Path, rows: StoredRows, precision: str, ranges: np.ndarray | None) -> None:
     embeddings = np.load(unfinished, mmap_mode="r")
-    if precision in OF_RANGES and ranges is None:
+    if has_own := precision in OF_RANGES and ranges is None:
         ranges = ranges_of(embeddings)
         np.save(output.with_suffix(".ranges.npy"), ranges)
     if output.suffix == ".npy" and precision == "float32":
@@ -202,6 +209,8 @@ def _finish(unfinished: Path, output: Path, rows: StoredRows, precision: str, ra
         made.replace(output)
     finally:
         made.unlink(missing_ok=True)
+        if has_own and not output.exists():  # else they would pass for those of another output
+            output.with_suffix(".ranges.npy").unlink(missing_ok=True)
 
 
 def _write_parquet(

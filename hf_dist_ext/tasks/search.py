@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 INDEX = "index"
-MODEL_FILES = (".safetensors", ".bin", ".json", ".txt", ".model")  # weights, configurations, tokenizers
+# weights, configurations, tokenizers, chat templates, code
+MODEL_FILES = (".safetensors", ".bin", ".json", ".txt", ".model", ".jinja", ".py")
 
 PICTURES_AT_ONCE = 64
 

@@ -377,8 +377,8 @@ class DistTrainer(Trainer):
             self.options.trust_checkpoint,
             around=lambda: loss_state.loss_state_apart(self.loss, self.optimizer),
         )
-        if self.options.warmup_ratio is not None:  # of a search, which sets it after the arguments were made
-            self.args.warmup_steps, self.args.warmup_ratio = self.args.warmup_ratio, None
+        if (share := self.options.warmup_ratio) is not None:  # a search sets it after the arguments were made
+            self.args.warmup_steps, self.options.warmup_ratio = share, None
         learning_rate.warn_of_warmup(self.args, num_training_steps)
         return super().create_scheduler(num_training_steps, optimizer)
 

@@ -171,3 +171,27 @@ def test_other_data_is_refused_with_the_layouts(tmp_path):
     write_lines(tmp_path / "rows.jsonl", [{"query": "a", "positive": "b"}])
     with pytest.raises(UsageError, match="has the configurations default. Retrieval needs a folder"):
         read(tmp_path)
+
+
+def test_a_copy_beside_a_file_of_beir_is_not_read_in_its_place(tmp_path):
+    folder = write_beir(tmp_path / "b", *corpus())
+    expected, qrels = content(read(folder)), folder / "qrels" / "test.tsv"
+    for name in ("test.tsv.bak", "test.tsv~", "test.easy.tsv"):
+        qrels.with_name(name).write_text("\n".join(qrels.read_text().splitlines()[:3]) + "\n")
+    assert content(read(folder)) == expected
+    assert len(content(read(folder, split="test.easy"))[2]) == 2
+    with gzip.open(folder / "corpus.jsonl.gz", "wt") as file:
+        file.write((folder / "corpus.jsonl").read_text())
+    with pytest.raises(UsageError, match="has corpus.jsonl and corpus.jsonl.gz"):
+        read(folder)
+    clone = write_mteb(tmp_path / "clone", {"q": "a"}, {"1": "red"}, {"q": ["1"]})
+    (clone / "corpus.jsonl.gz").write_bytes(b"")
+    assert read(clone).documents.take([0]) == ["red"], "its README.md says which file is meant"
+
+
+def test_files_of_a_folder_that_are_not_read_are_told(tmp_path, caplog):
+    for name, numbers in {"part-0": range(6), "test-1": range(6, 9)}.items():
+        rows = [{"sentence1": f"a{i}", "sentence2": "b", "score": i} for i in numbers]
+        write_lines(tmp_path / f"{name}.jsonl", rows)
+    (found,) = read_evaluations([{"type": "sts", "path": str(tmp_path)}])
+    assert len(found.columns["score"]) == 3 and "such as part-0.jsonl" in caplog.text

@@ -243,6 +243,24 @@ def test_the_slurm_script_requeues_itself_and_goes_on(run_file, tmp_path, script
 
 
 @pytest.mark.slow
+def test_a_mark_that_an_earlier_start_left_requeues_no_run_that_fails(run_file, tmp_path):
+    out = run_file.parent / "out"
+    out.mkdir()
+    (out / MARK).write_text("{}")
+    (tmp_path / "bin").mkdir()
+    for name, content in (("scontrol", SCONTROL.format(folder=tmp_path)), ("srun", "#!/bin/bash\nexit 1\n")):
+        (tmp_path / "bin" / name).write_text(content)
+        (tmp_path / "bin" / name).chmod(0o755)
+    submitted = environment(
+        PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin", SLURM_JOB_ID="1", SLURM_SUBMIT_DIR=str(ROOT),
+        SLURM_JOB_NODELIST="n[0-1]", OUT=str(out),
+    )  # fmt: skip
+    command = ["bash", str(ROOT / "scripts" / "slurm" / "train_nodes.sbatch"), "--config", str(run_file)]
+    assert subprocess.run(command, env=submitted).returncode == 1
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.slow
 def test_under_accelerates_own_launcher_the_mark_tells_what_the_exit_code_hides(run_file):
     with Running(run_file, launcher="multi_gpu_fsdp") as running:
         running.wait_for_steps()

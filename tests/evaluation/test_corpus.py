@@ -3,10 +3,12 @@ processes, the chunks and the batches."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
+from PIL import Image
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from torch.distributed.tensor import distribute_tensor
@@ -15,6 +17,7 @@ from transformers import TrainerCallback
 from hf_dist_ext.data import read_evaluations
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.evaluation.corpus import BATCHES_OF_PICTURES, _Shares, figures_of
 from hf_dist_ext.evaluation.corpus_ranks import CorpusRanks
 from hf_dist_ext.evaluation.encoder import SharedEncoder
 from hf_dist_ext.evaluation.evaluators import each_of
@@ -25,7 +28,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.health import LeaveEvaluation
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.retrieval_data import PROMPTS, corpus, save_model, texts, write_beir
+from tests.retrieval_data import PROMPTS, corpus, save_model, texts, write_beir, write_pictures
 
 KS = dict(accuracy_at_k=[1, 5], precision_recall_at_k=[3, 10], mrr_at_k=[3, 10], ndcg_at_k=[5, 10], map_at_k=[7, 100])
 
@@ -344,3 +347,23 @@ def test_a_best_metric_that_nobody_gives_is_refused(options, words, made, tmp_pa
         trainer(
             tmp_path, [{"type": "retrieval", "name": "c", "path": str(made / "corpus")}], made / "cosine", **options
         )
+
+
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_a_corpus_of_pictures_is_decoded_batch_by_batch(is_dense, tmp_path):
+    pictures, taken = [Image.new("RGB", (4, 4), (i, 0, 0)) for i in range(40)], []
+    folder = write_pictures(tmp_path / "pictures", pictures, {"q": "red"}, {"q": ["1"]})
+    (data,) = read_evaluations([{"type": "retrieval", "path": str(folder)}])
+
+    def embed(model, rows, encode_fn_name, batch_size, **options):
+        if encode_fn_name == "query":
+            vectors = torch.tensor([[0.0, 1.0]] * len(rows))
+        else:
+            taken.append(len(rows))
+            vectors = torch.tensor([[1.0, float(one.getpixel((0, 0))[0] == 1)] for one in rows])
+        return vectors if is_dense else [one[None] for one in vectors]
+
+    model = SimpleNamespace(truncate_dim=None) if is_dense else SimpleNamespace()
+    found = figures_of(data, _Shares(model, embed, batch_size=2), "cosine" if is_dense else "maxsim")
+    assert sum(taken) == 40 and max(taken) <= 2 * BATCHES_OF_PICTURES
+    assert found[f"pictures_{'cosine' if is_dense else 'maxsim'}_accuracy@1"] == 1

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.evaluation.encoder import dist_encoder
-from hf_dist_ext.evaluation.evaluators import check_best_metric, named, prefix_once, run_evaluators
+from hf_dist_ext.evaluation.evaluators import _figures_of, check_best_metric, named, prefix_once, run_evaluators
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.gathering import Rows
@@ -232,3 +232,10 @@ def test_a_best_metric_that_no_evaluator_gives_is_refused():
         check_best_metric("eval_los", sts, ["loss"])
     with pytest.raises(UsageError, match="Closest: loss.$"):
         check_best_metric("eval_los", None, ["loss"])
+
+
+def test_figures_of_numpy_and_torch_are_numbers():
+    """Else the first line that is logged can not be written."""
+    give = lambda model, **given: {"a": np.float32(0.5), "b": torch.tensor(2.0), "c": "text"}  # noqa: E731
+    found = _figures_of(give, None, None, 0, 0)
+    assert json.loads(json.dumps(found)) == {"a": 0.5, "b": 2.0, "c": "text"}

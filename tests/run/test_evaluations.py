@@ -69,3 +69,15 @@ def test_a_task_of_mteb_is_refused_where_mteb_is_not_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: missing.get(name, find)(name, *more))
     with pytest.raises(UsageError, match="needs the package mteb, which is not installed.*retrieval"):
         parse_evaluations([{"type": "mteb", "task": "NFCorpus", "path": "a/b"}])
+
+
+def test_an_evaluation_is_not_called_as_a_dataset_is(tmp_path):
+    """Both would log eval_msmarco_mrr@10, where rows of the dataset are held out."""
+    fields = {name: value for name, value in MODEL.items() if name != "dataset_name"}
+    dataset = {"dataset_name": "a/b", "name": "msmarco"}
+    fields |= {"evaluations": [{"type": "reranking", "path": "c/d", "name": "msmarco"}]}
+    (tmp_path / "run.json").write_text(json.dumps(fields | {"datasets": [dataset | {"eval_holdout": 10}]}))
+    with pytest.raises(UsageError, match='both have the name "msmarco"'):
+        load_run(["--config", str(tmp_path / "run.json")])
+    (tmp_path / "run.json").write_text(json.dumps(fields | {"datasets": [dataset]}))
+    load_run(["--config", str(tmp_path / "run.json")])

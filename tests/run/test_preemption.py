@@ -1,5 +1,6 @@
 """Signals on one process: the step is finished, one checkpoint written, and a resumed run is the uninterrupted one."""
 
+import json
 import os
 import random
 import signal
@@ -13,9 +14,10 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from hf_dist_ext import train
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.preemption import MARK, REQUEUE, StopSignals, exit_code, forward_to_children
+from hf_dist_ext.run.preemption import MARK, REQUEUE, SIGNALS, StopSignals, exit_code, forward_to_children
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -274,3 +276,24 @@ def test_auto_resumes_what_is_there_and_else_starts(tmp_path):
         load_run(words)
     manifest.commit(folder, manifest.record(folder, manifest.files_in(folder)), {"step": 2})
     assert load_run(words).training["resume_from_checkpoint"] is True
+
+
+@pytest.mark.parametrize(("number", "is_marked"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_run_that_is_asked_to_leave_while_it_loads_is_marked(number, is_marked, tmp_path, monkeypatch):
+    """SIGTERM may come from a launcher because of an error, after which nobody shall start the run again."""
+    fields = {
+        "model_config": {"model_type": "bert"},
+        "dataset_name": "code-search",
+        "output_dir": str(tmp_path / "out"),
+    }
+    (tmp_path / "run.json").write_text(json.dumps(fields | {"accelerate_config": "single_gpu", "use_cpu": True}))
+    words = ["--config", str(tmp_path / "run.json")]
+    monkeypatch.setattr(train, "train", lambda run: os.kill(os.getpid(), number))
+    before = {one: signal.getsignal(one) for one in SIGNALS}  # a process that leaves ignores them
+    try:
+        with pytest.raises(SystemExit) as left:
+            train.main(words)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    assert left.value.code == REQUEUE and (tmp_path / "out" / MARK).is_file() == is_marked

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.util.quantization import quantize_embeddings
 
@@ -275,14 +276,40 @@ def test_what_cannot_be_is_one_line(folder, pictures, monkeypatch, change, words
 
 
 @pytest.mark.parametrize(
-    "place, name", [("os.posix_fallocate", "out.npy"), ("pyarrow.parquet.ParquetWriter", "o.parquet")]
+    "place, name, more",
+    [
+        ("os.posix_fallocate", "out.npy", {}),
+        ("pyarrow.parquet.ParquetWriter", "o.parquet", {}),
+        ("pyarrow.parquet.ParquetWriter", "o.parquet", {"precision": "int8"}),
+    ],
 )
-def test_a_full_disk_is_one_line_and_leaves_nothing(folder, monkeypatch, place, name):
+def test_a_full_disk_is_one_line_and_leaves_nothing(folder, monkeypatch, place, name, more):
     def fill(*arguments) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(place, fill)
     before = set(folder.iterdir())
     with pytest.raises(UsageError, match="cannot be written: No space left on device. Give an --output where"):
-        encoded(folder, name)
+        encoded(folder, name, **more)
     assert set(folder.iterdir()) == before
+
+
+def test_no_more_pictures_than_a_batch_for_each_process_are_decoded_at_once(pairs, tmp_path, monkeypatch):  # noqa: F811
+    (tmp_path / "many").mkdir()
+    for i in range(7):
+        Image.new("RGB", (20, 20), (i * 30, 0, 80)).save(tmp_path / "many" / f"{i}.png")
+    sizes, plain = [], SentenceTransformer.encode
+    counted = lambda self, inputs, **given: (sizes.append(len(inputs)), plain(self, inputs, **given))[1]  # noqa: E731
+    monkeypatch.setattr(SentenceTransformer, "encode", counted)
+    encode.main(Encode(str(pairs), str(tmp_path / "many"), str(tmp_path / "out.npy"), batch_size=3))
+    assert sizes == [1, 3, 3, 1] and np.load(tmp_path / "out.npy").shape[0] == 7
+
+
+def test_the_ranges_of_another_output_stay(folder):
+    encoded(folder, "out.npy", precision="int8")
+    before = (folder / "out.ranges.npy").read_bytes()
+    (folder / "few.txt").write_text("\n".join(texts_of(folder)[:3]))
+    asked = [str(folder / name) for name in ("model", "few.txt", "out.parquet")]
+    with pytest.raises(UsageError, match="out.ranges.npy exists, of another output"):
+        encode.main(Encode(*asked, precision="uint8"))
+    assert (folder / "out.ranges.npy").read_bytes() == before and not (folder / "out.parquet").exists()

@@ -230,3 +230,12 @@ def test_the_index_beside_adapters_knows_when_their_base_has_changed(tmp_path):
     base.save_pretrained(str(tmp_path / "base"))
     with pytest.raises(UsageError, match="of its adapters do not fit the base model"):
         scores()
+
+
+def test_the_index_of_a_model_whose_chat_template_changed_is_made_again(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    facts = set()
+    for text in ("{{ messages }}", "{{ messages }}!"):
+        (tmp_path / "chat_template.jinja").write_text(text)
+        facts.add(search.facts_of_model(tmp_path))
+    assert len(facts) == 2

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import LlavaForConditionalGeneration
 
 from hf_dist_ext import train
 from hf_dist_ext.checkpoints import manifest
+from hf_dist_ext.run.preemption import MARK, SIGNALS
 from hf_dist_ext.tasks import stages
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import launch, train_hf
@@ -282,3 +284,22 @@ def test_the_card_has_the_figures_and_the_losses_of_every_stage(digits):
         assert f"| {name}: answer_accuracy | {stage['before']['answer_accuracy']:.4f} |" in card
         assert f"{name}: {stage['trained_share']:.2%} of the parameters ({stage['trained_parameters']:,} of" in card
     assert "AutoModelForImageTextToText.from_pretrained" in card
+
+
+def test_a_signal_in_a_stage_leaves_its_mark_in_the_folder_of_the_run(tmp_path, monkeypatch):
+    """Where scripts/slurm/train_nodes.sbatch looks for it; the launcher hides the exit code."""
+    step = DistTrainer.training_step
+    monkeypatch.setattr(
+        DistTrainer, "training_step", lambda *given: (os.kill(os.getpid(), signal.SIGUSR1), step(*given))[1]
+    )
+    before = {one: signal.getsignal(one) for one in SIGNALS}  # a process that leaves ignores them
+    try:
+        with pytest.raises(SystemExit):
+            main(write_config(tmp_path))
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    assert json.loads((tmp_path / "out" / MARK).read_text())["signal"] == "SIGUSR1"
+    monkeypatch.undo()
+    main(write_config(tmp_path), "--resume_from_checkpoint", "true", "--max_steps", "2")
+    assert not (tmp_path / "out" / MARK).exists()
