@@ -13,7 +13,7 @@ from typing import Any
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.catalog import PIPELINE_PRESETS, Hardware
 from hf_dist_ext.planner.choose import make_plan
-from hf_dist_ext.planner.devices import device_memory_bytes, links
+from hf_dist_ext.planner.devices import card_here, device_memory_bytes, links
 from hf_dist_ext.planner.plan import Plan
 from hf_dist_ext.planner.reasons import in_json
 from hf_dist_ext.run import deepspeed_install
@@ -44,7 +44,7 @@ def choose(run: Run, devices: int) -> Choice:
         uncut = presets().keys() - set(PIPELINE_PRESETS)
         if deepspeed_install.why_unusable():
             uncut -= {name for name in uncut if name.startswith("deepspeed")}
-        plan = make_plan(run, Hardware(processes, memory, 1, links()), uncut, may_halve_frozen=False)
+        plan = make_plan(run, Hardware(processes, memory, 1, links(), card=card_here()), uncut, may_halve_frozen=False)
     except UsageError as error:
         why = f"chosen by the number of devices, {processes}, since the model was not read: {error}"
         return Choice(counted, [why])

@@ -166,6 +166,12 @@ def leaves_frozen_whole(work: Workload, hardware: Hardware) -> bool:
 
 def adapted(strategy: StrategySpec, work: Workload, hardware: Hardware) -> StrategySpec:
     """As the run's own fields have it."""
+    # What keeps weights whole between chunks does so in every way that has FSDP2's units (strategies/sharded.py).
+    has_units = "w" in strategy.shards and not strategy.is_deepspeed
+    if strategy.is_tensor_parallel:  # one group alone has none
+        has_units = hardware.num_devices > tensor_parallel_size(strategy, work, hardware)
+    if has_units and work.is_embedding and work.fsdp_mode == "speed":
+        strategy = replace(strategy, keeps_whole=True)
     if not is_fsdp(strategy):
         return strategy
     has_groups = strategy.is_hybrid and work.given.get("sharding") == "HYBRID_SHARD"
@@ -185,6 +191,8 @@ def refusal(strategy: StrategySpec, work: Workload, hardware: Hardware) -> str:
         return "load_in_4bit keeps the base whole in every process"
     if tensor_parallel_size(strategy, work, hardware) > 1 and work.optimizer not in policy.SPLIT_OPTIMIZERS:
         return f"split layers do not go with optim={work.optimizer}"
+    if strategy.is_deepspeed and (reason := _not_under_deepspeed(strategy, work)):
+        return reason
     if of_ddp and strategy.name != "DDP":
         return f"{of_ddp[0]} is for DDP"
     if strategy.pipeline is not None and sharding not in (None, "NO_SHARD"):
@@ -204,6 +212,22 @@ def refusal(strategy: StrategySpec, work: Workload, hardware: Hardware) -> str:
     elif sharding is not None and strategy.is_hybrid:
         return f'sharding="{sharding}" shards over all devices'
     return "cpu_offload is false" if work.given.get("cpu_offload") is False and strategy.offloads else ""
+
+
+def _not_under_deepspeed(strategy: StrategySpec, work: Workload) -> str:
+    """As strategies/zero.py and checkpoints/async_save.py refuse it."""
+    if work.given.get("save_async"):
+        return "save_async does not go with DeepSpeed"
+    if not work.is_embedding:
+        return ""
+    keep = work.given.get("gradient_cache_keep_graph")
+    if keep == "auto" or work.finds_chunk:
+        return "DeepSpeed takes no automatic chunk size or number of graphs: give numbers"
+    if "w" in strategy.shards and keep:
+        return "ZeRO-3 keeps no graphs (gradient_cache_keep_graph)"
+    if strategy.offloads and work.given.get("learnable_temperature"):
+        return "learnable_temperature does not go with DeepSpeed's offloading"
+    return ""
 
 
 def _stages_not_sharded(pipeline: PipelineShape, work: Workload, hardware: Hardware) -> str:

@@ -213,7 +213,9 @@ def _option(work: Workload, strategy: StrategySpec, hardware: Hardware, availabl
     checkpointed = given.with_settings(is_checkpointed=True)
     why_not = refusal(strategy, work, hardware) or _why_not(work, strategy, preset, hardware, available)
     option = Option(preset, why_not, given, min(given.needed, checkpointed.needed, key=lambda one: one.total))
-    needs_chunk = strategy.pipeline is not None and not work.is_cached
+    # ZeRO-3 refuses a step that has a graph per column (strategies/zero.py)
+    option.needs_chunk = strategy.is_deepspeed and "w" in strategy.shards and work.is_embedding and not work.is_cached
+    needs_chunk = option.needs_chunk or (strategy.pipeline is not None and not work.is_cached)
     if work.finds_chunk or needs_chunk or not option.fits:
         _make_fit(option, needs_chunk)
     else:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.planner.catalog import GIB
+from hf_dist_ext.planner.catalog import GIB, PIPELINE_PRESETS
 from hf_dist_ext.planner.devices import CPU
 from hf_dist_ext.planner.plan import Option, Plan
 from hf_dist_ext.planner.report import duration, rounded
+from hf_dist_ext.run import record
 
 SHORT = 0.1  # seconds of a step in which starting kernels and reading data show
 
@@ -65,7 +66,8 @@ def compared(plan: Plan, folder: Path) -> dict[str, Any]:
     found, option = measured(folder), _option_of(plan, folder)
     work, needed = plan.work, option.bytes
     rows = sum(column.rows for column in work.columns) * work.accumulation * plan.hardware.num_devices
-    seconds = found.seconds or rows / (found.rows_per_second or 1)
+    # a step of the run has the rows that its devices share once
+    seconds = found.seconds * option.given.turns if found.seconds else rows / (found.rows_per_second or 1)
     allocated = needed.total - needed.framework
     return {
         "strategy": option.strategy.name,
@@ -73,7 +75,8 @@ def compared(plan: Plan, folder: Path) -> dict[str, Any]:
         "measured": _figures(seconds, rows) | {"allocated": found.allocated, "process": found.process},
         # what a device's arithmetic would have to be, if a step did nothing else
         "arithmetic_per_second": option.given.traffic.arithmetic * option.given.turns / seconds,
-        "is_mostly_overhead": seconds < SHORT or (found.device == CPU and (found.processes or 1) > 1),
+        "is_mostly_overhead": seconds / option.given.turns < SHORT
+        or (found.device == CPU and (found.processes or 1) > 1),
     }
 
 
@@ -84,7 +87,16 @@ def _figures(seconds: float, rows: float) -> dict[str, float]:
 def _option_of(plan: Plan, folder: Path) -> Option:
     chosen = folder / "plan.json"
     preset = plan.run.options.accelerate_config
-    if preset in (None, "auto"):
+    path = folder / record.NAME
+    is_launched = path.is_file() and record.STARTED_AS in json.loads(path.read_text(encoding="utf-8"))
+    if preset in (None, "auto") and plan.work.pipeline_size > 1 and not is_launched:
+        preset = PIPELINE_PRESETS[0]  # as launch.py starts it
+    elif preset in (None, "auto"):
+        if (is_launched or not chosen.is_file()) and plan.hardware.num_devices > 1:
+            raise UsageError(
+                f"{folder} was started by a launcher that its run.json does not name. Write accelerate_config into "
+                "it, the preset that the run had."
+            )
         preset = json.loads(chosen.read_text(encoding="utf-8"))["preset"] if chosen.is_file() else "single_gpu"
     of_preset = [option for option in plan.options if option.preset == preset]
     if plan.best in of_preset:

@@ -136,6 +136,10 @@ def device_memory_bytes() -> float | None:
     return min([*sizes, *(float(Path(path).read_text(encoding="utf-8")) for path in amd)], default=None)
 
 
+def card_here() -> str | None:
+    return card_of(_ask("--query-gpu=name", "--format=csv,noheader"))
+
+
 def links() -> str:
     return "nvlink" if re.search(r"\bNV\d+\b", _ask("topo", "-m")) else "pcie"
 
@@ -184,7 +188,7 @@ def hardware_of(
         if value is not None and not 0 < value < float("inf"):
             raise UsageError(f"--{name} {value} is not a positive number of {unit}.")
     is_here = memory_gib is None and device is None
-    card = card_of(_ask("--query-gpu=name", "--format=csv,noheader")) if is_here else device
+    card = card_here() if is_here else device
     profile = card_named(card) if card else None
     if memory_gib is None and device is not None and profile is not None:
         memory_gib = profile.memory_gib

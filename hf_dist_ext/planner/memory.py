@@ -79,6 +79,8 @@ class ParameterSums:
     largest_unpacked: float = 0.0
     unused_stored: float = 0.0
     unused_optimizer: float = 0.0
+    optimizer_wide: float = 0.0  # of what trains in float32, in whatever it is stored
+    unused_optimizer_wide: float = 0.0
 
     @property
     def stored(self) -> float:
@@ -96,6 +98,10 @@ class ParameterSums:
             self.optimizer += state
             self.unused_stored += 0.0 if parameter.gets_gradient else stored
             self.unused_optimizer += 0.0 if parameter.gets_gradient else state
+            item = max(4, parameter.item)
+            wide = policy.optimizer_bytes(work.optimizer, parameter.elements, item, parameter.columns)
+            self.optimizer_wide += wide
+            self.unused_optimizer_wide += 0.0 if parameter.gets_gradient else wide
             self.largest_trained = max(self.largest_trained, stored)
         else:
             self.frozen_stored += stored
@@ -233,8 +239,8 @@ def estimate(case: Case) -> Bytes:
     needed = state_bytes(work, whole, strategy, shards, is_waiting)
     if not (strategy.name == "DDP" or strategy.is_deepspeed):  # there what is not used has a gradient of zero
         needed.gradients -= whole.unused_stored / shards
-        needed.optimizer -= whole.unused_optimizer / shards
-    needed.gradients += case.reduced_bytes(whole) if strategy.keeps_whole else 0.0
+        unused = whole.unused_optimizer_wide if trains_in_float32(work, strategy) else whole.unused_optimizer
+        needed.optimizer -= unused / shards
     needed.scratch = scratch_bytes(work, whole.trained / (shards if strategy.shards else 1))
     if strategy.offloads:  # shards and state live on the CPU, one unit's gradients at a time on the device
         stay = whole.frozen_stored if strategy.replicates_frozen else 0.0
@@ -243,6 +249,7 @@ def estimate(case: Case) -> Bytes:
         needed.weights, needed.master_weights, needed.optimizer, needed.scratch = stay, 0.0, 0.0, 0.0
         largest = max(model.units.values(), key=lambda unit: unit.trained, default=whole)
         needed.gradients = case.reduced_bytes(whole if is_waiting else largest)
+    needed.gradients += case.reduced_bytes(whole) if strategy.keeps_whole else 0.0
     if gathers:
         root, *units = map(case.whole_bytes, (model.root, *model.layers))
         widest = max(units, default=0.0)
@@ -284,6 +291,11 @@ def wide_bytes(work: Workload, whole: ParameterSums, strategy: StrategySpec) -> 
     return whole.trained * 4 if strategy.shards and work.autocast_bytes else whole.trained_stored
 
 
+def trains_in_float32(work: Workload, strategy: StrategySpec) -> bool:
+    """DeepSpeed's masters are, and what accelerate shards under mixed precision, in whatever it was loaded."""
+    return strategy.is_deepspeed or bool(strategy.shards and work.autocast_bytes)
+
+
 def state_bytes(
     work: Workload, whole: ParameterSums, strategy: StrategySpec, over: int, keeps_gradients: bool = False
 ) -> Bytes:
@@ -300,7 +312,7 @@ def state_bytes(
         weights=weights / of_weights + frozen / (1 if strategy.replicates_frozen else of_weights),
         master_weights=masters / of_state,
         gradients=gradients / (1 if keeps_gradients else of_gradients),
-        optimizer=whole.optimizer / of_state,
+        optimizer=(whole.optimizer_wide if trains_in_float32(work, strategy) else whole.optimizer) / of_state,
     )
 
 

@@ -71,6 +71,7 @@ class Option:
     fitted: Estimate | None = None
     found: Bytes | None = None  # where the run finds its chunk size itself: with that
     pipeline: Staged | None = None
+    needs_chunk: bool = False  # where the run has none: as it stands it is refused
 
     def add_pipeline(self) -> None:
         """Its figures with the settings that fit, else as the run stands."""
@@ -102,7 +103,7 @@ class Option:
 
     @property
     def fits(self) -> bool:
-        return self.given.hardware.holds(self.bytes.total, self.bytes.host)
+        return not self.needs_chunk and self.given.hardware.holds(self.bytes.total, self.bytes.host)
 
     @property
     def shown(self) -> Bytes:
@@ -201,7 +202,8 @@ class Plan:
         work, seconds, devices = self.work, self.best.seconds, self.hardware.num_devices
         rows = work.batch * work.accumulation * devices
         tokens = sum(one.rows * one.usual for one in work.columns) / work.batch
-        steps = work.given.get("max_steps") or 0
+        fitted = self.best.fitted or self.best.given
+        steps = (work.given.get("max_steps") or 0) / fitted.turns  # the run's own steps are of rows that devices share
         if steps <= 0 and self.num_rows:
             steps = self.num_rows / rows * (work.given.get("num_train_epochs") or 3)  # transformers' own number
         hours = steps * seconds / 3600 if steps > 0 else None

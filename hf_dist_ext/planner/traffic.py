@@ -124,7 +124,8 @@ def traffic(case: Case) -> Traffic:
         send("all_gather", 1, whole.trained * computes_in, shards, across)
     sums.send_embeddings(work, world, across)
     if strategy.offloads:
-        moved = whole.elements * computes_in / shards * case.num_chunks + whole.trained * 4 / shards
+        passes = 1 if strategy.keeps_whole else case.num_chunks
+        moved = whole.elements * computes_in / shards * passes + whole.trained * 4 / shards
         sums.seconds += moved / HOST_BANDWIDTH + whole.trained / shards / HOST_OPTIMIZER
     sums.arithmetic = arithmetic(case)
     sums.arithmetic_seconds = sums.arithmetic / speed(hardware, computes_in)

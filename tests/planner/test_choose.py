@@ -508,6 +508,7 @@ def test_a_picture_without_matplotlib_says_how_to_get_it(make_run, monkeypatch):
 def on_machine(monkeypatch, memory_gib):
     monkeypatch.setattr(auto, "device_memory_bytes", lambda: memory_gib and memory_gib * GIB)
     monkeypatch.setattr(auto, "links", lambda: "nvlink")
+    monkeypatch.setattr(auto, "card_here", lambda: None)
 
 
 def test_auto_shards_what_does_not_fit_and_stores_why(make_run, monkeypatch, capsys):
@@ -561,6 +562,7 @@ def test_frozen_weights_that_nobody_gave_a_dtype_are_halved_in_a_plan_and_not_at
     assert again.best.fits and again.best.bytes.total == plan.best.fitted.needed.total
     assert planned(memory, dtype="float32").best.strategy.offloads  # as the run file has it
     monkeypatch.setattr(auto, "device_memory_bytes", lambda: memory)
+    monkeypatch.setattr(auto, "card_here", lambda: None)
     assert auto.choose(make_run(model, **fields), 1).preset.endswith("_offload")
 
 
@@ -761,3 +763,59 @@ def test_a_reader_that_stops_early_ends_a_command_quietly_and_the_picture_is_the
         with pytest.raises(SystemExit) as ended:
             cli.main(["plan", str(run.path), "--num_devices", "1", "--png", "p.png"])
     assert ended.value.code == 1 and (tmp_path / "p.png").stat().st_size > 1000
+
+
+OF_DEEPSPEED = {"ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 offload"}
+
+
+@pytest.mark.parametrize("fields, names, word", [
+    ({"gradient_cache_chunk_size": "auto"}, OF_DEEPSPEED, "automatic"),
+    ({"save_async": True, "gradient_cache_chunk_size": 4}, OF_DEEPSPEED, "save_async"),
+    ({"gradient_cache_chunk_size": 4, "gradient_cache_keep_graph": 2}, {"ZeRO-3", "ZeRO-3 offload"}, "keep_graph"),
+    ({"gradient_cache_chunk_size": 4, "learnable_temperature": True}, {"ZeRO-3 offload"}, "learnable_temperature"),
+])  # fmt: skip
+def test_what_a_run_refuses_under_deepspeed_is_not_chosen(make_run, monkeypatch, fields, names, word):
+    deepspeed_is(monkeypatch, "")
+    plan = make_plan(make_run(per_device_train_batch_size=64, **fields), Hardware(4, 80 * GIB))
+    assert {one.strategy.name for one in plan.options if one.strategy.is_deepspeed and word in one.why_not} == names
+
+
+def test_zero_3_gets_the_chunk_without_which_it_is_refused(make_run, monkeypatch):
+    deepspeed_is(monkeypatch, "")
+    plan = make_plan(make_run(per_device_train_batch_size=64), Hardware(4, 80 * GIB))
+    zero = option(plan, "ZeRO-3")
+    assert not zero.fits and changes_for(plan, zero)["gradient_cache_chunk_size"] >= 1 and option(plan, "ZeRO-2").fits
+
+
+def test_what_stays_whole_between_chunks_is_counted_wherever_fsdp_shards(make_run):
+    fields = {"per_device_train_batch_size": 64, "gradient_cache_chunk_size": 4, "bf16": True}
+    memory, quick = (
+        make_plan(make_run(DECODER, **fields, gradient_cache_fsdp=mode), Hardware(8, 80 * GIB, 2))
+        for mode in ("memory", "speed")
+    )
+    for name in ("HSDP", "FSDP offload", "TP"):
+        before, after = (option(plan, name).given for plan in (memory, quick))
+        whole = after.model.whole.trained
+        assert after.needed.gradients - before.needed.gradients == pytest.approx(4 * whole)
+        assert after.needed.weights > before.needed.weights and after.needed.host == before.needed.host
+        gathers = [one.traffic.collectives["all_gather"] for one in (before, after)]
+        assert gathers[1] < gathers[0]
+
+
+def test_what_is_sharded_has_float32_state_though_it_was_loaded_in_half_precision(make_run):
+    run = make_run(bf16=True, later={"dtype": "bfloat16"})
+    elements = model_of(workload(run)).whole.elements
+    assert bytes_of(run, "DDP", 4).optimizer == pytest.approx(4 * elements, rel=0.01)
+    for name in ("FSDP speed", "FSDP memory", "ZeRO-1", "ZeRO-3"):
+        assert bytes_of(run, name, 4).optimizer == pytest.approx(8 * elements / 4, rel=0.02), name
+    assert bytes_of(run, "FSDP offload", 4).host > (8 + 4 + 4) * elements / 4 * 0.98
+
+
+def test_auto_plans_with_the_card_that_a_plan_names(make_run, monkeypatch):
+    on_machine(monkeypatch, 15)
+    monkeypatch.setattr(auto, "card_here", devices.card_here)
+    monkeypatch.setattr(devices, "_ask", lambda *words: "Tesla T4\n" * 4 if "--query-gpu=name" in words else "")
+    run = make_run(per_device_train_batch_size=64, gradient_cache_chunk_size=16)
+    found, plan = auto.choose(run, 4).plan, make_plan(run, Hardware(4, 15 * GIB, 1, "nvlink", card="t4"))
+    assert found["hardware"]["device"] == "t4"
+    assert found["recommended"]["time"] == plan.as_dict()["recommended"]["time"]
