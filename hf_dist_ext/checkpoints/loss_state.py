@@ -213,7 +213,7 @@ def save_budget(budget: Any, folder: str) -> None:
 
 
 def load_budget(budget: Any, folder: str) -> None:
-    """Missing, or measured on another kind of device: it is measured again."""
+    """Missing, or measured on another kind of device or for other fields: it is measured again."""
     if budget is not None and os.path.isfile(_at(folder, BUDGET)):
         with open(_at(folder, BUDGET), encoding="utf-8") as file:
             budget.resume(json.load(file))

@@ -103,6 +103,8 @@ def content_id(value: Any) -> int:
         content = f"{getattr(value, 'mode', '')}{value.size}".encode() + value.tobytes()
     elif isinstance(value, Mapping):  # a text with images
         content = repr([(kind, [content_id(one) for one in as_list(some)]) for kind, some in value.items()]).encode()
+    elif isinstance(value, list | tuple):  # messages, a pair: str() names a picture by its place in memory
+        content = repr([content_id(one) for one in value]).encode()
     else:
         content = str(value).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1

@@ -23,23 +23,25 @@ from pandas.util import hash_array
 from transformers.utils import logging
 
 from hf_dist_ext.data.kept_files import kept_file
+from hf_dist_ext.data.row_check import content_mask
 from hf_dist_ext.data.storage import reserve
 
 logger = logging.get_logger(__name__)
 
 STORED_ROWS = 100_000  # below, hashing takes less than a second, and no file is written
-VERSION = 1  # of the file
+VERSION = 2  # of the file
 ROWS, PICTURES = 1 << 16, 1 << 9  # hashed at a time
 PARTS = 16  # of the hashes are sorted one after another, which bounds memory
 
 
 def shared_ids(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
-    """(rows, columns) int32: equal where two rows hold the same in any of the columns, 0 where no other row does.
+    """(rows, columns) int32: equal where two rows hold the same in any of the columns, 0 where no other row does,
+    or where a row has nothing (a negative may be null, [] or an empty text).
 
     A dataset of STORED_ROWS rows or more is numbered once per machine (3); the array is then a map of the file.
     """
     if len(dataset) < STORED_ROWS:
-        return numbered(content_hashes(dataset, columns))
+        return numbered(content_hashes(dataset, columns, False))
     # `datasets` changes a dataset's fingerprint with every change of a row
     facts = f"{VERSION} {dataset._fingerprint} {len(dataset)} {list(columns)}"
     name = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
@@ -51,7 +53,7 @@ def shared_ids(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
     def make(path: Path) -> None:
         ids = np.lib.format.open_memmap(path, "w+", np.int32, shape)
         reserve(path, path.stat().st_size)
-        numbered(content_hashes(dataset, columns), ids).flush()
+        numbered(content_hashes(dataset, columns, False), ids).flush()
 
     try:
         return kept_file(f"row_ids_{name}.npy", read, make)
@@ -60,19 +62,22 @@ def shared_ids(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
             f"the ids of the rows can not be kept in {datasets.config.HF_DATASETS_CACHE} ({error}): every process "
             "hashes the texts itself, at every start. Set HF_DATASETS_CACHE to a folder with room."
         )
-        return numbered(content_hashes(dataset, columns))
+        return numbered(content_hashes(dataset, columns, False))
 
 
 # ---- (1) ----
 
 
-def content_hashes(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
-    """(rows, columns) uint64."""
+def content_hashes(dataset: Dataset, columns: Sequence[str], joins_nothing: bool = True) -> np.ndarray:
+    """(rows, columns) uint64. `joins_nothing`: rows without a value hold the same one, else each one of its own."""
     hashes = np.empty((len(dataset), len(columns)), dtype=np.uint64)
     for place, name in enumerate(columns):
         first = 0
         for values in _blocks(dataset, name):
             hashes[first : first + len(values), place] = _hashes(values)
+            if not joins_nothing:
+                nothing = first + np.flatnonzero(~content_mask(values))
+                hashes[nothing, place] = hash_array(nothing.astype(np.uint64) + np.uint64(1 << 63))
             first += len(values)
     return hashes
 

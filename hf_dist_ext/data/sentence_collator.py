@@ -475,7 +475,10 @@ def unpadded(features: Mapping[str, Any], fill: Mapping[str, int], side: str) ->
 
 
 def tiles_of_rows(ids: Sequence[list[int]], processor: Any) -> dict[str, list[int]]:
-    """How many tiles of pictures every row has, by its tokens; empty where the processor makes no tiles."""
+    """How many tiles of pictures every row has, by its tokens; empty where the processor makes no tiles, or writes
+    as many tokens for a picture as its size asks for (Gemma 4, EmbeddingGemma 2)."""
+    if hasattr(getattr(processor, "image_processor", None), "max_soft_tokens"):
+        return {}
     each = next((getattr(processor, name) for name in TOKENS_PER_TILE if hasattr(processor, name)), None)
     return {} if each is None else {"num_tiles": [row.count(image_token(processor)) // each for row in ids]}
 
@@ -508,12 +511,13 @@ def _flattened(place: int, of_rows: list, is_of_run: bool) -> tuple[list, list[i
         are_several = place >= NUM_PAIR_COLUMNS and any(map(_is_several, of_rows))
     if not are_several:
         return of_rows, list(range(len(of_rows)))
-    pairs = [(one, row) for row, value in enumerate(of_rows) for one in as_list(value) if not is_empty(one)]
+    split = [as_list(value) if is_of_run or _is_several(value) else [value] for value in of_rows]  # not a conversation
+    pairs = [(one, row) for row, own in enumerate(split) for one in own if not is_empty(one)]
     return [one for one, _ in pairs], [row for _, row in pairs]
 
 
 def _is_several(value: Any) -> bool:
-    return value is None or (isinstance(value, list | tuple) and all(isinstance(one, str) for one in value))
+    return value is None or (isinstance(value, list | tuple) and all(isinstance(one, str | None) for one in value))
 
 
 def _keys_of_rows(ids: Mapping[str, torch.Tensor], columns: Sequence[str]) -> list[str]:

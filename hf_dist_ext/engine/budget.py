@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
 
@@ -57,6 +57,7 @@ class Measured:
     available: int = 0  # bytes that a step may take
     tokens: int = 0  # per chunk; 0 until it is settled
     device: str = ""
+    given: dict = field(default_factory=dict, compare=False)  # what was asked for: with another it is measured again
 
 
 @dataclass
@@ -270,8 +271,9 @@ class ChunkBudget:
         return asdict(self.measured)
 
     def resume(self, state: dict) -> bool:
-        """Take a checkpoint's measurement, unless it was made on another kind of device."""
-        if state.get("device") != _name(self.device) or set(state) != {field.name for field in fields(Measured)}:
+        """Take a checkpoint's measurement, unless it was made on another kind of device, or for other fields."""
+        names = {one.name for one in fields(Measured)}
+        if set(state) != names or (state["device"], state["given"]) != (_name(self.device), self.measured.given):
             return False
         self.measured, self.num_measured_steps, self._has_line = Measured(**state), len(MEASURING_ROWS), True
         return True

@@ -134,6 +134,10 @@ class StepSizes:
             free = host_memory.available_bytes() / launched.processes_here(launched.processes())
             memory = min(MOST_ON_CPU, int(free * SHARE_ON_CPU))
         budget = ChunkBudget(args.device, memory, lambda: self.run.bare_model.parameters(), finds_size, keeps)
+        names = [name for name in type(args).__dataclass_fields__ if name.startswith("gradient_cache_")]
+        budget.measured.given = {name: getattr(args, name) for name in names} | {
+            "gradient_checkpointing": args.gradient_checkpointing
+        }
         if self.encodes_once:
             budget.forward_bytes = forward_bytes_per_token(self.run.bare_model.config)
         return budget

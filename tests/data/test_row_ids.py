@@ -105,3 +105,10 @@ def test_columns_that_hold_no_texts_are_numbered_by_what_they_hold(kind, others)
     features = None if kind is None else datasets.Features({"query": kind})
     found = shared_ids(datasets.Dataset.from_dict({"query": values}, features=features), ["query"])
     assert found.ravel().tolist() == [1] + [0] * (len(others) - 1) + [1]
+
+
+@pytest.mark.parametrize("nothing", [None, "", []])
+def test_rows_without_a_negative_share_none(nothing):
+    some = ["other"] if nothing == [] else "other"
+    data = datasets.Dataset.from_dict({"query": list("abcd"), "negative": [nothing, nothing, some, some]})
+    assert shared_ids(data, ["query", "negative"])[:, 1].tolist() == [0, 0, 1, 1]

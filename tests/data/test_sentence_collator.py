@@ -1,5 +1,7 @@
 """Batches of rows as sentence-transformers reads them: features and labels are those of its own collators."""
 
+from types import SimpleNamespace
+
 import datasets
 import pytest
 import torch
@@ -10,7 +12,7 @@ from sentence_transformers.sentence_transformer.data_collator import SentenceTra
 
 from hf_dist_ext.data import tokenized
 from hf_dist_ext.data.mixture import SOURCE
-from hf_dist_ext.data.sentence_collator import SentenceCollator
+from hf_dist_ext.data.sentence_collator import SentenceCollator, tiles_of_rows
 from hf_dist_ext.engine.flat import unfolded
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -354,3 +356,24 @@ def test_a_list_of_prompts_is_refused_where_pooling_leaves_the_prompt_out(models
     with pytest.raises(UsageError, match="pooling leaves the prompt out"):
         args = arguments(tmp_path, prompts=["a ", "b "])
         prepare_sentence_data(models["text"], args, Dataset.from_list(rows()), None)
+
+
+def test_a_conversation_is_one_negative_also_beside_a_row_without(models):
+    talk = [{"role": "system", "content": "a"}, {"role": "user", "content": "date"}]
+    given = [row | {"negative": negative} for row, negative in zip(rows(2), (talk, None), strict=True)]
+    found = SentenceCollator(models["chat"].preprocess)(given)
+    assert torch.equal(found["negative"]["input_ids"], models["chat"].preprocess([talk])["input_ids"])
+    assert len(found["ids"]["negative"]) == 1
+
+
+def test_pictures_whose_tokens_follow_from_their_size_have_no_tiles():
+    options = {"image_seq_length": 280, "tokenizer": SimpleNamespace(image_token_id=7)}
+    by_size = SimpleNamespace(image_processor=SimpleNamespace(max_soft_tokens=280), **options)  # as Gemma 4
+    assert tiles_of_rows([[7] * 256, [7] * 280], by_size) == {}
+    always = SimpleNamespace(image_processor=SimpleNamespace(), **options)
+    assert tiles_of_rows([[7] * 280, [7] * 560], always) == {"num_tiles": [1, 2]}
+
+
+def test_a_list_with_a_null_is_several_negatives(models):
+    given = [row | {"negative": n} for row, n in zip(rows(2), (["a", None], ["b", "c"]), strict=True)]
+    assert len(SentenceCollator(models["text"].preprocess)(given)["ids"]["negative"]) == 3

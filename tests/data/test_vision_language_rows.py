@@ -94,3 +94,13 @@ def test_kept_tokens_depend_on_the_processors_chat_template():
     before = collator_of(model, COLUMNS, PROMPTS).tokens_depend_on("query")
     model[0].processor.chat_template += " "
     assert None is not before != collator_of(model, COLUMNS, PROMPTS).tokens_depend_on("query")
+
+
+def test_ids_of_messages_follow_from_their_pictures():
+    def talk(image):
+        return [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "a"}]}]
+
+    one, same, other = talk(picture(1)), talk(picture(1).copy()), talk(picture(2))
+    assert content_id(one) == content_id(same) != content_id(other)
+    pair, again = (picture(1), "a"), (picture(1).copy(), "a")
+    assert content_id(pair) == content_id(again) != content_id((picture(2), "a"))

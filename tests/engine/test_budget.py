@@ -1,6 +1,7 @@
 """The automatic chunk size and number of kept graphs fill the memory there is, measured on a CPU and by a formula."""
 
 import gc
+import json
 import weakref
 from types import SimpleNamespace
 
@@ -572,3 +573,15 @@ def test_ranks_measure_chunks_of_one_size_before_a_large_first_step(tmp_path):
         return str(len(numbers) > 10 and all(row == numbers for row in everyone))
 
     assert Run("ddp", tmp_path / "log", train).result() == "True"
+
+
+def test_a_measurement_counts_for_the_fields_that_it_was_made_with(tmp_path):
+    options = dict(gradient_cache_chunk_size="auto", max_steps=12)
+    made = trainer(tmp_path / "made", gradient_cache_memory_gib=1e-4, **options)
+    made.train()
+    state = json.loads(json.dumps(made.chunk_budget.state()))
+    assert not made.chunk_budget.is_measuring
+    changes = {"same": {}, "memory": {"gradient_cache_memory_gib": 1e-3}, "fsdp": {"gradient_cache_fsdp": "speed"}}
+    for name, change in changes.items():
+        other = trainer(tmp_path / name, **({"gradient_cache_memory_gib": 1e-4} | options | change))
+        assert other.chunk_budget.resume(state) == (name == "same")
