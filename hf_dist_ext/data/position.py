@@ -261,11 +261,10 @@ class DataPosition:
             return num_epochs, 0  # nothing is left; Trainer takes one more step in the middle of an epoch
         if self._resumed is not None or self.stream is not None:
             return (0 if self._resumed is None else self._resumed.epoch), 0  # a stream itself begins at its state
-        if is_stream(self.run.train_dataset) and self.used.samples:
-            # Trainer takes the steps of all epochs for batches of the first.
-            return self.used.epoch, self.used.rows // self.rows_per_micro_batch
-        # A callback may have left an epoch before its end, which Trainer counts as if it had not.
         place = self.used.epoch, self.used.rows // self.rows_per_micro_batch
+        if is_stream(self.run.train_dataset) and self.used.samples:
+            return place  # Trainer takes the steps of all epochs for batches of the first
+        # A callback may have left an epoch before its end, which Trainer counts as if it had not.
         is_as_long = self.run.keeper.resumed.get("data_length") == length(self.run.train_dataset)
         epochs, batches = max(counted, place) if is_as_long else counted  # allow_changed_data: of other rows
         if epochs or batches:  # also of a stock checkpoint

@@ -116,12 +116,7 @@ def check_texts(dataset: Dataset, column: str, source: Source, is_pair: bool, ch
         has_content = np.zeros(len(table), dtype=bool)
         for dataset_column in sources:
             has_content |= content_mask(table.column(dataset_column))
-            for row in _not_utf8(table.column(dataset_column)):
-                # no row to replace: what reads the whole column, such as hashes and tokens, fails at it
-                raise UsageError(
-                    f'{check.name}, row {row_offset + row} (counted from 0), column "{dataset_column}": the text is '
-                    "not UTF-8. Save the file as UTF-8."
-                )
+            _refuse_not_utf8(table.column(dataset_column), check, row_offset, f', column "{dataset_column}": the text')
         for row in np.flatnonzero(~has_content) if is_pair else ():
             check.add(
                 row_offset + int(row), f"every row needs a {column}, this is empty or null. Remove the row.", shown
@@ -133,8 +128,9 @@ def check_texts(dataset: Dataset, column: str, source: Source, is_pair: bool, ch
         raise UsageError(f'{check.name}, column "{shown}": no row has a {column}. Leave it out of columns.')
 
 
-def _not_utf8(values: pa.ChunkedArray) -> list[int]:
-    """Rows whose text cannot be decoded: Arrow's JSON reader takes any bytes."""
+def _refuse_not_utf8(values: pa.ChunkedArray, check: RowCheck, first: int, what: str) -> None:
+    """Of a text that cannot be decoded; Arrow's JSON reader takes any bytes. No such row can be replaced: what reads
+    the whole column, such as hashes and tokens, fails at it. `first`: the number of the first row."""
 
     def is_valid(part: pa.ChunkedArray) -> bool:
         try:
@@ -143,7 +139,11 @@ def _not_utf8(values: pa.ChunkedArray) -> list[int]:
             return False
         return True
 
-    return [] if is_valid(values) else [row for row in range(len(values)) if not is_valid(values.slice(row, 1))]
+    if not is_valid(values):
+        row = next(row for row in range(len(values)) if not is_valid(values.slice(row, 1)))
+        raise UsageError(
+            f"{check.name}, row {first + row} (counted from 0){what} is not UTF-8. Save the file as UTF-8."
+        )
 
 
 def check_same_number(dataset: Dataset, column: str, source: Source, check: RowCheck) -> None:
@@ -172,11 +172,7 @@ def check_no_nulls(dataset: Dataset, option: str, column: str, check: RowCheck) 
         for row in np.flatnonzero(~content_mask(values) if is_id else values.is_null().to_numpy()):
             how = "empty" if values[row].is_valid else "null"
             check.add(row_offset + int(row), f'{option} "{column}" is {how}. Give every row {what}.')
-        for row in _not_utf8(values):  # as in check_texts
-            raise UsageError(
-                f'{check.name}, row {row_offset + row} (counted from 0): {option} "{column}" is not UTF-8. '
-                "Save the file as UTF-8."
-            )
+        _refuse_not_utf8(values, check, row_offset, f': {option} "{column}"')
         row_offset += len(table)
 
 

@@ -53,9 +53,8 @@ class FrozenVectors:
         self.model, self.embedder, self.is_pooled = model, embedder_of(model), has_frozen_backbone(model)
         parts = [self.embedder.frozen_modules] if self.is_pooled else self.embedder.frozen_parts.values()
         self.modules = [module for modules in parts for module in modules]
-        self.modules += (
-            [] if self.is_pooled else self.embedder.modules[1:]
-        )  # what follows on the parts is in the vectors
+        if not self.is_pooled:  # what follows on the parts is in the vectors
+            self.modules += self.embedder.modules[1:]
         self.constants: Mapping[str, Mapping[str, Any]] = {}  # of the last batch
 
     def inputs(self, batch: Batch) -> dict[str, Mapping[str, torch.Tensor]]:

@@ -54,10 +54,6 @@ def check_rules(run: Run) -> None:
             raise UsageError('evaluations compare embeddings, but loss is null. Set "loss": "infonce" or remove them.')
         parse_evaluations(config.evaluations)
     check_parts(config, given)
-    if config.loss is None and config.task == "embedding" and config.losses is None and config.datasets is None:
-        raise UsageError(
-            'loss is null, and an embedding model has no loss of its own. Remove loss, or name one: "infonce".'
-        )
     _check_folders(config)
     if given.get("load_best_model_at_end") and given.get("eval_strategy", "no") == "no":
         raise UsageError(
@@ -113,6 +109,10 @@ def check_rules(run: Run) -> None:
     if config.task == "embedding" and config.image_folder is not None and not has_images:
         raise UsageError(f"image_folder={show(config.image_folder)} is where image_columns are read from. Name them.")
     check_sources(run)
+    if config.loss is None and config.task == "embedding":
+        raise UsageError(
+            'loss is null, and an embedding model has no loss of its own. Remove loss, or name one: "infonce".'
+        )
     names = {one.name for one in parse_evaluations(config.evaluations or [])}
     held_out = {  # of others there are no figures
         source.name

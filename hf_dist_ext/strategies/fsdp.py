@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -30,7 +29,6 @@ from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.fsdp_options import FROZEN_PARTS
 from hf_dist_ext.strategies.layers import is_multiplied, repeated_layer_classes
 from hf_dist_ext.strategies.sharded import Sharded
-from hf_dist_ext.strategies.tensors import held_here, num_parts
 
 logger = logging.get_logger(__name__)
 
@@ -139,22 +137,19 @@ class FSDP(Sharded):
         scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None and any(p.numel() > 1 for p in loss_parameters):
             # torch 2.13 divides all gradients of an optimizer in one call, and takes plain ones beside sharded ones
-            # only where they are a single number each.
+            # only where they are a single number each. Remove when it takes all; tests/strategies/test_fsdp.py tells.
             scaler._unscale_grads_ = _beside_plain_ones(scaler._unscale_grads_)
 
     def clip(
         self, parameters: Iterable[nn.Parameter], loss_parameters: Sequence[nn.Parameter], max_norm: float
     ) -> torch.Tensor | None:
-        """accelerate 1.15 stacks the norm of shards, which is on the CPU under cpu_offload, and that of the loss's
-        parameters, which are on the device: torch refuses that."""
+        """accelerate 1.15 (_clip_grad_norm_dtensor_aware) stacks the norm of shards, which is on the CPU under
+        cpu_offload, and that of the loss's parameters, which are on the device: torch refuses that. Remove when it
+        brings them to one device; tests/strategies/test_fsdp.py tells."""
         if not loss_parameters or not isinstance(self.plugin.cpu_offload, CPUOffloadPolicy):
             return super().clip(parameters, loss_parameters, max_norm)
         self.accelerator.unscale_gradients()
-        of_copies = defaultdict(list)  # on how many ranks an element lies -> gradients
-        for parameter in chain(parameters, loss_parameters):
-            if parameter.grad is not None:
-                of_copies[collectives.world_size() // num_parts(parameter.grad)].append(held_here(parameter.grad))
-        return collectives.clip(of_copies, max_norm, self.accelerator.device)
+        return self.clip_parts(chain(parameters, loss_parameters), max_norm)
 
     def wrapped(self, model: nn.Module, args: Any, has_loss: bool) -> None:
         keep_dropout_of_checkpointed_layers(model)

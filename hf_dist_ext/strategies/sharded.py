@@ -8,15 +8,18 @@ gradients only when every backward reaches the same parameters of a unit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.strategies.collectives import choose_mode
+from hf_dist_ext.strategies.tensors import held_here, num_parts
 
 
 class Sharded(Strategy):
@@ -36,8 +39,18 @@ class Sharded(Strategy):
         self.is_hsdp, self.has_towers = any(len(names) > 1 for names in dimensions), has_towers
         if mode == "auto":  # by what unsharded weights and gradients take
             needed = sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in model.parameters())
-            mode = choose_mode(needed / self.rows.shared_by)
+            mode = collectives.choose_mode(needed / self.rows.shared_by)
         self.mode = mode
+
+    @torch.no_grad()
+    def clip_parts(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+        """The norm of all gradients, every element counted once; they are scaled down to `max_norm` (inf: not at all).
+        They may lie on several meshes and devices. One all-reduce."""
+        of_copies = defaultdict(list)  # on how many ranks an element lies -> gradients
+        for parameter in parameters:
+            if parameter.grad is not None:
+                of_copies[collectives.world_size() // num_parts(parameter.grad)].append(held_here(parameter.grad))
+        return collectives.clip(of_copies, max_norm, self.accelerator.device)
 
     @contextmanager
     def reducing(self) -> Iterator[None]:

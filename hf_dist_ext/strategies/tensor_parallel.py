@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -95,19 +94,11 @@ class TensorParallel(Sharded):
         self.rows.average_gradients(chain(loss_parameters, own))
         splitting.sum_partial(self.partial, self.group)
 
-    @torch.no_grad()
     def clip(
         self, parameters: Iterable[nn.Parameter], loss_parameters: Sequence[nn.Parameter], max_norm: float
     ) -> torch.Tensor:
-        """The norm of all gradients, every element counted once; they are scaled down to `max_norm` (inf: not at all).
-
-        torch's own cannot span meshes: D, R and what FSDP2 does not own lie on different ones. One all-reduce.
-        """
-        of_copies = defaultdict(list)  # on how many ranks an element lies -> gradients
-        for parameter in chain(parameters, loss_parameters):
-            if parameter.grad is not None:
-                of_copies[collectives.world_size() // num_parts(parameter.grad)].append(held_here(parameter.grad))
-        return collectives.clip(of_copies, max_norm, self.accelerator.device)
+        """torch's own cannot span meshes: D, R and what FSDP2 does not own lie on different ones."""
+        return self.clip_parts(chain(parameters, loss_parameters), max_norm)
 
     # ---- (3) ----
 

@@ -154,11 +154,6 @@ def _is_late(config: RunConfig) -> bool:
 
 def _model(run: Run, args: DistTrainingArguments, rows: Any, columns: list[str], pictures: set[str]) -> Any:
     config, in_stages, split = run.options, choose.in_stages(args), choose.launched_split(args)
-    if split is not None and config.loss is None:
-        raise UsageError(
-            "tensor parallelism does not go with loss=null: it splits one text model, trained by a loss over "
-            "embeddings. Use multi_gpu_fsdp."
-        )
     if in_stages is not None and config.is_causal is not None:
         raise UsageError(
             f"is_causal={show(config.is_causal)}: a process of a pipeline has some layers only, and can not try "

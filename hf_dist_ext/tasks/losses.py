@@ -31,15 +31,13 @@ def build_loss(
     tokenizer: Any,
     max_length: int | Mapping[str, int] | None,
     normalize: bool | None,
-) -> nn.Module | None:
-    """None: the model's own. `max_length`: of the collator, for all columns or each. `normalize`: of a loss
+) -> nn.Module:
+    """`max_length`: of the collator, for all columns or each. `normalize`: of a loss
     of this project.
 
     Raises:
         UsageError: options that the loss does not take, a package that it needs.
     """
-    if config.loss is None:
-        return None
     more = (embedding_dim, tokenizer, max_length, normalize)
     sources = {source.name: source for source in sources_of(config)}
     if own := {name: source.config for name, source in sources.items() if source.has_own_loss}:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
 from peft import LoraConfig, get_peft_model
 from torch import distributed as dist
@@ -101,6 +102,10 @@ def test_shards_on_the_cpu_are_clipped_with_the_losss_parameters_on_the_device(a
     """Where accelerate 1.15 stacks both norms, which torch refuses of two devices."""
     shards = nn.Parameter(distribute_tensor(torch.zeros(2), alone, [Shard(0)]))
     shards.grad, own = distribute_tensor(torch.tensor([3.0, 0.0]), alone, [Shard(0)]), nn.Parameter(torch.zeros(1))
+    elsewhere = nn.Parameter(torch.zeros(1, device="meta"))
+    elsewhere.grad = torch.zeros(1, device="meta")
+    with pytest.raises(RuntimeError):  # else `FSDP.clip` can go
+        Accelerator._clip_grad_norm_dtensor_aware(None, [shards, elsewhere], 1.0)
     own.grad = torch.tensor([4.0])
     assert strategy_of().clip([shards], [own], 1.0).item() == pytest.approx(5.0)
     assert shards.grad.full_tensor()[0].item() == pytest.approx(0.6) and own.grad.item() == pytest.approx(0.8)
@@ -111,6 +116,8 @@ def test_a_scaler_divides_sharded_gradients_and_those_of_the_losss_matrices(alon
     optimizer, scaler = torch.optim.SGD([shards, own], 0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(1))
     shards.grad, own.grad = distribute_tensor(torch.ones(2), alone, [Shard(0)]), torch.ones(2, 3)
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):  # else `FSDP.start` can go
+        scaler.unscale_(optimizer)
     strategy_of(scaler=scaler).start(nn.Linear(1, 1), "memory", [own], optimizer, has_towers=False)
     scaler.unscale_(optimizer)
     assert shards.grad.full_tensor().tolist() == [0.25, 0.25] and (own.grad == 0.25).all()
