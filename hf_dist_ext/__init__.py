@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # what an editor completes and a type checker reads
     from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss as SentenceTransformersLoss
     from hf_dist_ext.training.trainer import DistTrainer as DistTrainer
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOMES = {
     "DistTrainer": "training.trainer",

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from hf_dist_ext import __version__
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import end_with_reader, exit_on_usage_error
-from hf_dist_ext.run import examples
+from hf_dist_ext.run import examples, gone
 from hf_dist_ext.train import bars_on_a_terminal_only
 
 UNEXPECTED = "unexpected arguments: "
@@ -32,6 +32,8 @@ class Parser(argparse.ArgumentParser):
         given, among = "", []
         if found := CHOICE.match(message):
             given, among = found[1], re.findall(r"[\w-]+", found[2])
+            if given in gone.COMMANDS:
+                self.exit(2, f"error: hf-dist {given}: {gone.COMMANDS[given]}\n")
         elif message.startswith(UNEXPECTED):
             given, among = message.removeprefix(UNEXPECTED).split()[0], [*self._option_string_actions]
         near = difflib.get_close_matches(given, among, 1)

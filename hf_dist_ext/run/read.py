@@ -21,6 +21,7 @@ from typing import Any
 
 from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, decides_here, resume_or_start
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run import gone
 from hf_dist_ext.run.config import PRESET_SHORT_NAMES, Run, RunConfig, fields_of_run_file
 from hf_dist_ext.run.fields import Field, accepts, check_value, from_text, show
 from hf_dist_ext.run.files import YAML, read_fields
@@ -167,6 +168,8 @@ def _field(name: str, origin: str) -> Field:
     if name in fields_of_run_file():
         return fields_of_run_file()[name]
     inner = name.rpartition(".")[2]  # as Hydra and OmegaConf name a field of a block
+    if inner in gone.FIELDS:
+        raise UsageError(f"{json.dumps(name)} in {origin}: {gone.FIELDS[inner]}")
     near = " or ".join(map(json.dumps, _meant(inner)))
     hint = HINTS.get(inner) or (f"Closest: {near}." if near else "See --help for all fields.")
     raise UsageError(f'Unknown field {json.dumps(name)} in {origin}. {hint} (A comment begins with "_".)')
@@ -187,4 +190,6 @@ def _check(name: str, value: Any, origin: str) -> None:
             f"{name}={show(value)} in {origin} is a block, and the run file is flat: write {json.dumps(inner)} and "
             f"what stands beside it without {json.dumps(name)} around them."
         )
+    if isinstance(value, str) and (name, value) in gone.VALUES:
+        raise UsageError(f"{name}={show(value)} in {origin}: {gone.VALUES[name, value]}")
     check_value(_field(name, origin), value, origin)
