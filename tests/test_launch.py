@@ -274,7 +274,7 @@ def test_only_the_first_process_looks_at_the_output_dir(make_run, devices, monke
 
 @pytest.mark.parametrize(
     "keys, words",
-    [({"dataset_name": "gone.jsonl"}, "gone.jsonl"), ({"report_to": "wandbb"}, "wandbb"), ({"fsdp": True}, "shard")],
+    [({"dataset_name": "gone.jsonl"}, "gone.jsonl"), ({"report_to": "trackio"}, "trackio"), ({"fsdp": True}, "shard")],
 )
 def test_an_occupied_output_dir_hides_no_other_mistake(make_run, devices, keys, words):
     devices(0)

@@ -6,8 +6,7 @@
 the entries of `evaluations`, `datasets` and `losses`, `losses.py` knows the losses by name, `help.py` tells people and
 editors what a run file may hold. The fields come from the dataclasses' source (`fields.py`). `presets.py` finds the
 accelerate YAML and tells what it does. `lease.py` lets one run write into a folder, `preemption.py` forwards the
-signals of a scheduler. `packages.py` says which packages the fields of a run need, `versions.py` which releases of
-transformers and accelerate were tested, `deepspeed_install.py` whether DeepSpeed can run here. `record.py` writes down
-what ran, `stages.py` reads runs that follow each other, and `examples.py` has the run files of `hf-dist init`. Nothing
-here imports torch, so that help and errors come at once.
+signals of a scheduler. `packages.py` asks for the packages of trackers, `deepspeed_install.py` whether DeepSpeed can
+run here. `record.py` writes down what ran, `stages.py` reads runs that follow each other, and `examples.py` has the
+run files of `hf-dist init`. Nothing here imports torch, so that help and errors come at once.
 """

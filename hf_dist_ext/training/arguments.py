@@ -280,7 +280,6 @@ class DistTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if launched.uses_deepspeed():
             deepspeed_install.check()
-            deepspeed_install.check_offload(os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"))
         sentence_arguments.check(self)
         self._check_values()
         self._check_gradient_cache()

@@ -146,7 +146,6 @@ class DistTrainer(Trainer):
     def _prepare(self, model: nn.Module | None, args: Any, named: dict[str, Any]) -> None:
         """Before Trainer's constructor, whose arguments are `named`: what is refused, who trains, and what a loss over
         embeddings adds to them."""
-        checks.warn_of_untested_versions()
         checks.refuse_objects(model, self.loss, named)
         is_own = isinstance(args, DistTrainingArguments)
         if is_own and not is_of_sentence_transformers(model):
