@@ -115,16 +115,6 @@ class ChunkedBatch:
         columns = [column for t in self.tables for column in zip(t.places, t.columns, t.row_counts, strict=True)]
         return {name: rows for _, name, rows in sorted(columns)}
 
-    def lengths(self, column: str) -> np.ndarray | None:
-        """(rows,) the real tokens of the column's rows in the batch's order; None where they are not known."""
-        (table,) = [table for table in self.tables if column in table.columns]
-        if not table.has_lengths:
-            return None
-        of_rows = np.empty(table.num_rows, dtype=np.int64)
-        of_rows[table.order] = table.extents[:, 1] - table.extents[:, 0]
-        begin = sum(table.row_counts[: table.columns.index(column)])
-        return of_rows[begin : begin + table.row_counts[table.columns.index(column)]]
-
     def num_chunks(self, by_vision: bool = False) -> list[int]:
         """How many chunks there are. by_vision: without and with images per table, always two numbers per column (0
         where there is no table), for ranks that must run vision layers in the same chunks."""
@@ -245,16 +235,12 @@ class ChunkedBatch:
     def to_columns(self, outputs: Sequence[torch.Tensor], chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
         """Chunk outputs (b, D) -> column -> (rows, D); columns and rows in the order of the batch."""
         columns: dict[str, torch.Tensor] = {}
-        for index in range(len(self.tables)):
+        for index, table in enumerate(self.tables):
             own = [o for o, c in zip(outputs, chunks, strict=True) if c.table == index and not c.is_idle]
-            columns |= self.table_columns(index, [outputs[0][:0], *own])
+            ordered = torch.cat([outputs[0][:0], *own])  # (R, D) as chunks hold them; R may be 0
+            rows = torch.empty_like(ordered).index_copy_(0, self.orders[index].order.long(), ordered)
+            columns |= zip(table.columns, rows.split(table.row_counts), strict=True)
         return {name: columns[name] for name in self.row_counts()}  # tables hold them by kind
-
-    def table_columns(self, index: int, outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same of one table's chunks, idle ones left out."""
-        table, ordered = self.tables[index], torch.cat(list(outputs))  # (R, D) as chunks hold them; R may be 0
-        rows = torch.empty_like(ordered).index_copy_(0, self.orders[index].order.long(), ordered)
-        return dict(zip(table.columns, rows.split(table.row_counts), strict=True))
 
     def to_chunks(self, columns: Mapping[str, torch.Tensor], chunks: Sequence[Chunk]) -> list[torch.Tensor]:
         """Column -> (rows, D) -> one (b, D) per chunk; zeros for an idle chunk. The inverse of `to_columns`."""

@@ -6,7 +6,7 @@ takes at most. Both are said in `notes`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from hf_dist_ext import policy
@@ -66,9 +66,6 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         is_embedding=is_embedding,
         has_tiled_loss=not any(compares_all_pairs(part.loss, part.loss_options) for part in parts),
         sees_all_rows=any(_sees_all_rows(part) for part in parts),
-        exchange=_exchange(parts),
-        is_symmetric=any(part.symmetric for part in parts),
-        has_bf16_products=all(part.bf16_products for part in parts),
         packs=packs,
         notes=tuple(notes),
     )
@@ -167,12 +164,3 @@ def _names(fields: RunConfig, notes: list[str]) -> dict[str, str | list[str]]:
 
 def _sees_all_rows(part: RunConfig) -> bool:
     return (part.loss_options or {}).get("cross_device_negatives", part.cross_device_negatives)
-
-
-def _exchange(parts: Sequence[RunConfig]) -> str:
-    """How candidates meet: "gather" where one of the losses knows no other way."""
-    found = set()
-    for part in parts:
-        of_siglip = (part.loss_options or {}).get("cross_device_exchange", "auto")
-        found.add({"infonce": part.cross_device_exchange, "siglip": of_siglip}.get(part.loss or "", "gather"))
-    return next((name for name in ("gather", "auto") if name in found), "ring")

@@ -183,15 +183,7 @@ class RunConfig:
         None, "Also ignore negatives that score above the positive's score minus this margin."
     )
     cross_device_negatives: bool = option(True, "The documents of all processes are negatives, not only one's own.")
-    cross_device_exchange: Literal["auto", "gather", "ring"] = option(
-        "auto",
-        "How infonce meets them. 'gather': every process holds all. 'ring': they go round, each process holds two "
-        "others' at most, a fourth product is computed. 'auto': the ring where gathered ones would take over 512 MiB.",
-    )
     in_batch_negatives: bool = option(True, "False: infonce has a row's own hard negatives alone as negatives.")
-    bf16_products: bool = option(
-        False, "infonce multiplies embeddings rounded to bfloat16, and sums in float32. Meant for CUDA devices."
-    )
 
 
 # Fields of sentence-transformers' arguments, for scripts. A run file says the same in its own words.

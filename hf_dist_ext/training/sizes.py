@@ -83,24 +83,15 @@ class Layout(NamedTuple):
 
     def loss_bytes(self, loss: Any, size: RowSize) -> int:
         """What the loss will hold of rows that large."""
-        own, counts = self.chunked.row_counts(), list(self.counts.values())
-        sees_all = getattr(loss, "cross_device_negatives", True) and len(counts[0]) > 1
-        options = {
-            "tile_halvings": getattr(loss, "tile_halvings", 0),
-            "has_bf16_products": getattr(loss, "bf16_products", False),
-        }
-        exchange = getattr(loss, "cross_device_exchange", "gather")
-        if sees_all and policy.goes_round(exchange, sum(map(sum, counts)), size.numbers):
-            of_batch = 4 * size.numbers * sum(own.values())  # as chunks gave them
-            is_symmetric = getattr(loss, "symmetric", False)
-            return of_batch + policy.ring_bytes(counts, size.numbers, is_symmetric, **options)
+        own = self.chunked.row_counts()
+        sees_all = getattr(loss, "cross_device_negatives", True) and len(next(iter(self.counts.values()))) > 1
         everyone = {name: sum(rows) for name, rows in self.counts.items()} if sees_all else own
         is_tiled = not getattr(loss, "compares_all_pairs", False)
         anchors, *_ = (own if is_tiled else everyone).values()
         first, *others = everyone.values()
         candidates = others or [first]  # a loss of one column compares its rows
         numbers = sum(own.values()), sum(everyone.values()), anchors, sum(candidates), size.numbers
-        of_rows = policy.loss_stage_bytes(*numbers, is_tiled=is_tiled, **options)
+        of_rows = policy.loss_stage_bytes(*numbers, getattr(loss, "tile_halvings", 0), is_tiled=is_tiled)
         return of_rows + policy.token_products_bytes(sum(candidates), size.tokens)
 
 
@@ -144,7 +135,7 @@ class StepSizes:
 
     def begin(self) -> None:
         """A training, whose steps have in common what was worked out for those before it."""
-        for name in ("encodes_once", "gathers_early", "is_checkpointed", "_cutter", "_given_limits"):
+        for name in ("encodes_once", "is_checkpointed", "_cutter", "_given_limits"):
             vars(self).pop(name, None)
 
     @cached_property
@@ -259,7 +250,7 @@ class StepSizes:
         request, factor = self._request(), self._widening()
         if self.budget is not None:
             request = replace(request, limits=self._limits_of_budget(cuts.chunked, is_first))
-        cuts = cutter.cut_again(cuts, batch, request)
+        cuts = cutter.cut_again(cuts, request)
         if self.request is not None:
             self.request.set(request)
         chunked, wide = cuts.chunked, cuts.wide
@@ -305,21 +296,9 @@ class StepSizes:
             "can_trim": is_chunked,
             "can_shift": getattr(config, "rope_parameters", None) is not None,
             "sort": is_chunked and self.args.gradient_cache_sort,
-            "candidates_first": is_chunked and self.gathers_early,
-            "separates_columns": is_chunked and self.gathers_early,
             "model_config": config,
         }
         return Cutter(options, self.args.gradient_cache_packing)
-
-    @cached_property
-    def gathers_early(self) -> bool:
-        """Whether a column may be sent while others are encoded: where the loss sees those of several ranks. Where a
-        forward waits for other ranks, all must send it between the same chunks: columns with towers of their own make
-        as many of them on all."""
-        strategy = self.run.strategy
-        gathers = strategy.rows.size > 1 and getattr(self.run.loss, "cross_device_negatives", True)
-        alike = not strategy.forwards_are_collective or (self.takes_column and not self.has_stand_in)
-        return gathers and alike and not strategy.is_cut
 
     def _request(self) -> CutRequest:
         """Before the budget has its say."""

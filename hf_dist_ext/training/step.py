@@ -17,7 +17,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -46,11 +45,10 @@ from hf_dist_ext.frozen.encode_once import batch_of_pooled
 from hf_dist_ext.models.embedder import check_embeddings
 from hf_dist_ext.models.packing import padding_is_known
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.strategies.gathering import EarlyGather, GatheredColumns, row_weight
+from hf_dist_ext.strategies.gathering import GatheredColumns, row_weight
 from hf_dist_ext.strategies.tensors import loss_parameters
 from hf_dist_ext.training import compiling
 from hf_dist_ext.training.out_of_memory import empty_cache, is_lack_of_memory
-from hf_dist_ext.training.packing import has_prompt_tokens
 from hf_dist_ext.training.running import Running
 from hf_dist_ext.training.sizes import Batch, Layout, StepSizes, names_of_all_ranks
 
@@ -78,7 +76,6 @@ class EmbeddingStep:
         self._buffers_before: list[torch.Tensor] = []
         self._own_loss: torch.Tensor | None = None
         self._constants: Mapping[str, Mapping[str, Any]] = {}  # of the batch that runs
-        self._asked: dict[str | None, frozenset[str]] = {}  # source -> columns that its loss reads of all ranks
 
     # ---- training ----
 
@@ -160,13 +157,12 @@ class EmbeddingStep:
         chunked, wide = layout.chunked, layout.wide
         encode, is_measured = functools.partial(self._encode, model), sizes.is_measured(is_first)
         facts = self._completed(facts, layout)
-        early = self._early_gather(layout, facts)
         facts = facts._replace(ids=self._ids_of_all(facts, layout))
 
         def score(embeddings: dict[str, Output]):
             if budget is not None:
                 budget.reserve(layout.loss_bytes(self._loss_of(facts), max(map(row_size, embeddings.values()))))
-            return self._score(embeddings, facts, layout, early)
+            return self._score(embeddings, facts, layout)
 
         def stop_update(loss: torch.Tensor, found: ReplayError, drew: bool) -> torch.Tensor:
             is_wrong = found.largest > self._allowed_difference(bare, wide is not None and not drew)
@@ -192,8 +188,6 @@ class EmbeddingStep:
                 wide=wide,
                 is_frozen=lambda chunk: chunk.column in frozen,
                 make_passes=strategy.make_passes,
-                on_column=early and early.add,
-                by_table=sizes.gathers_early,
                 before_last=None if strategy.holds_gradients else stop_update,
             )
         sizes.may_widen = not step.drew_randomness
@@ -354,29 +348,7 @@ class EmbeddingStep:
     def _loss_of(self, facts: RowFacts) -> Callable:
         return loss_of(self.run.loss, facts.source)
 
-    def _early_gather(self, layout: Layout, facts: RowFacts) -> EarlyGather | None:
-        """Of the columns that the loss of these rows read from other ranks in the step before."""
-        asked = self._asked.get(facts.source)
-        if not asked or not self.sizes.gathers_early:
-            return None
-        anchor, *candidates = layout.counts
-        order = [name for name in (*candidates, anchor) if name in asked]
-        return EarlyGather(self.run.strategy.rows, order, layout.counts)
-
-    def _lengths(self, layout: Layout, column: str, rows: int) -> np.ndarray | None:
-        """Tokens of the first rows, where the model gives a vector for each and the host knows how many these are."""
-        if not self.sizes.embedder.gives_every_token or has_prompt_tokens(self.run.bare_model):
-            return None
-        found = layout.chunked.lengths(column)
-        return None if found is None else found[:rows]
-
-    def _score(
-        self,
-        embeddings: dict[str, Output],
-        facts: RowFacts,
-        layout: Layout,
-        early: EarlyGather | None = None,
-    ):
+    def _score(self, embeddings: dict[str, Output], facts: RowFacts, layout: Layout):
         """The loss of this rank's rows, weighted by their number. A stand-in for rows (data/order.py) is scored
         as if its row were the first of all, so that every rank asks for the same columns, and weighs nothing.
 
@@ -386,9 +358,7 @@ class EmbeddingStep:
         everyone, row_offset, (ids, targets, *_), scores = None, 0, facts, self._loss_of(facts)
         if ranks.size > 1 and getattr(scores, "cross_device_negatives", True):
             rows = {name: each(embeddings[name], lambda one, n=own[name]: one[:n]) for name in embeddings}
-            everyone = GatheredColumns(
-                ranks, rows, counts, early and early.begun, lambda name: self._lengths(layout, name, own[name])
-            )
+            everyone = GatheredColumns(ranks, rows, counts)
             row_offset = sum(counts[anchor][: ranks.index]) if own[anchor] else 0
             targets = ranks.gather_targets(targets, counts, anchor)
         more = {"targets": targets} if targets else {}
@@ -398,9 +368,6 @@ class EmbeddingStep:
                 "has no argument `targets`. Leave out label_column, or use a loss that reads labels."
             )
         output = scores(embeddings, everyone, row_offset=row_offset, ids=ids, **more)
-        if everyone is not None:
-            everyone.finish()
-            self._asked[facts.source] = everyone.asked
         loss, metrics = as_output(output)
         weight = row_weight(own[anchor], counts[anchor])
         self._own_loss = loss.detach()

@@ -289,13 +289,13 @@ class NoGradient(torch.autograd.Function):
     """A gather whose backward leaves out what other ranks say about a row."""
 
     @staticmethod
-    def forward(ctx, own, counts, rows, begun):
+    def forward(ctx, own, counts, rows):
         ctx.counts, ctx.index = counts, rows.index
-        return strategy_gathering.Gathering(own, counts, rows.peers).wait()
+        return strategy_gathering._GatherRows.forward(ctx, own, counts, rows)
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient.split(ctx.counts)[ctx.index], None, None, None
+        return gradient.split(ctx.counts)[ctx.index], None, None
 
 
 def of_first_rank(rows: list[int]) -> dict:

@@ -268,12 +268,9 @@ def test_tokens_without_a_mask_are_never_padded(has_buckets, widths):
         assert torch.equal(sums[name], features["input_ids"].sum(1, keepdim=True))
 
 
-def test_a_try_out_holds_one_graph_of_rows_that_share_a_tower(batch):
-    """Columns with chunks of their own are of one kind still: a step has no graph of each alive at once."""
-    apart = lay_out(batch, ChunkLimits(max_rows=3), separates_columns=True)
-    assert len(apart.tables) == 3
-    (costliest,) = costliest_chunks(apart)
-    assert costliest.num_tokens == max(chunk.num_tokens for chunk in apart.chunks())
+def test_a_try_out_holds_a_graph_of_each_tower(batch):
+    (costliest,) = costliest_chunks(shared := lay_out(batch, ChunkLimits(max_rows=3)))
+    assert costliest.num_tokens == max(chunk.num_tokens for chunk in shared.chunks())
     towers = lay_out(batch, ChunkLimits(max_rows=3), shares_tower=False)
     assert [chunk.column for chunk in costliest_chunks(towers)] == list(batch)
 

@@ -114,7 +114,6 @@ def rounding(num_chunks: int, model: str = "bert") -> Case:
 PACKED = {"gradient_cache_packing": True}
 THREE = {"query": 1, "positive": 1, "negative": 3}
 ONE_EACH = dict.fromkeys(THREE, 1)
-RING = {"cross_device_exchange": "ring"}
 CASES = [
     Case("no cache", arguments={"gradient_cache_chunk_size": None}),
     Case("chunk 1", arguments={"gradient_cache_chunk_size": 1}, worlds=(1, 2)),
@@ -156,11 +155,11 @@ CASES = [
     Case("a positive of another kind, no cache", columns=ONE_EACH, typed=("positive",), worlds=(1, 2),
          arguments={"gradient_cache_chunk_size": None}),
     Case("tower per column", model="towers"),
-    Case("columns of their own chunks, sent early", model="deep", columns=THREE, steps=2, shorter_on_rank=1,
-         loss={"symmetric": True}, arguments={"gradient_cache_chunk_size": 2}, worlds=(2, 3)),
-    Case("columns of their own chunks, dropout", model="dropout", columns=THREE, steps=2, same_masks=True,
+    Case("three columns, symmetric, ranks with different row counts", model="deep", columns=THREE, steps=2,
+         shorter_on_rank=1, loss={"symmetric": True}, arguments={"gradient_cache_chunk_size": 2}, worlds=(2, 3)),
+    Case("three columns, dropout", model="dropout", columns=THREE, steps=2, same_masks=True,
          arguments={"gradient_cache_chunk_size": 2}, worlds=(2, 3)),
-    Case("tower per column, sent early", model="towers", steps=2, loss={"symmetric": True}, worlds=(2, 3)),
+    Case("tower per column, symmetric", model="towers", steps=2, loss={"symmetric": True}, worlds=(2, 3)),
     Case("tower per column, no cache", model="towers", arguments={"gradient_cache_chunk_size": None}),
     Case("first tower frozen", model="towers:query"),
     Case("last tower frozen", model="towers:positive"),
@@ -205,12 +204,6 @@ CASES = [
          arguments={CHECKPOINTING: True}),
     Case("learnable temperature", loss={"learnable_temperature": True}, steps=2),
     Case("symmetric", loss={"symmetric": True}),
-    Case("in a ring, three columns", columns=THREE, loss=RING, worlds=(2, 3)),
-    Case("in a ring, symmetric, temperature, accumulation", steps=2, rows=4, worlds=(2, 3),
-         loss=RING | {"symmetric": True, "learnable_temperature": True}, arguments={"gradient_accumulation_steps": 2}),
-    Case("in a ring, ranks with different row counts", columns=THREE, loss=RING | {"symmetric": True},
-         shorter_on_rank=1, worlds=(2, 3)),
-    Case("in a ring, no cache", loss=RING, arguments={"gradient_cache_chunk_size": None}, worlds=(2, 3)),
     Case("CoSENT, accumulation", named="CoSENTLoss", arguments={"gradient_accumulation_steps": 2}, steps=2, rows=4),
     Case("distilled embeddings, trained projection", named="EmbedDistillLoss", steps=2,
          loss={"projection_dim": 5, "distance_metric": "mse"}),
@@ -237,11 +230,10 @@ CASES = [
 
 # Four processes on a small machine: what differs from FSDP on two.
 HSDP_CASES = {
-    "no cache", "chunk 4, does not divide", "2 graphs kept", "tower per column", "tower per column, sent early",
+    "no cache", "chunk 4, does not divide", "2 graphs kept", "tower per column", "tower per column, symmetric",
     "first tower frozen", "frozen backbone, encoded once", "frozen tower, encoded once", "LoRA with LoRA dropout",
     "accumulation, temperature", "ranks with different row counts",
     "FSDP, every chunk reduced", "bf16 against float32, chunks: 8",
-    "in a ring, ranks with different row counts", "in a ring, symmetric, temperature, accumulation",
 }  # fmt: skip
 
 

@@ -141,8 +141,7 @@ def test_chunks_are_counted_packed_where_an_accelerator_gets_them_packed(small_r
     (7, None, 24), (7, None, 64), (40, None, 24), (100, None, 24), (None, 300, 24), (None, 900, 64), (5, 300, 24),
     (None, 10000, 24),
 ])  # fmt: skip
-@pytest.mark.parametrize("is_apart", [False, True])
-def test_a_plan_has_the_chunks_that_a_batch_is_cut_into(small_run, size, tokens, batch, is_apart):
+def test_a_plan_has_the_chunks_that_a_batch_is_cut_into(small_run, size, tokens, batch):
     fields = {"columns": {"query": "q", "positive": "p", "negative": ["a", "b"]}, "per_device_train_batch_size": batch}
     lengths = {"query": 24, "positive": 48, "negative": 40}
     limits = {"gradient_cache_chunk_size": size, "gradient_cache_chunk_tokens": tokens}
@@ -150,16 +149,11 @@ def test_a_plan_has_the_chunks_that_a_batch_is_cut_into(small_run, size, tokens,
     rows = {name: 2 * batch if name == "negative" else batch for name in lengths}
     ids = {name: torch.ones(rows[name], length, dtype=torch.long) for name, length in lengths.items()}
     features = {name: {"input_ids": one, "attention_mask": one} for name, one in ids.items()}
-    chunks = lay_out(features, ChunkLimits(size, tokens), separates_columns=is_apart).chunks()
-    assert work.num_chunks(is_sent_early=is_apart) == len(chunks)
+    chunks = lay_out(features, ChunkLimits(size, tokens)).chunks()
+    assert work.num_chunks() == len(chunks)
     largest = max(work.held_rows(column) * column.length for column in work.columns)
     assert largest == max(chunk.num_tokens for chunk in chunks)
-    of_strategies = {one.name: Case(work, one, Hardware(2), Settings()).num_chunks for one in STRATEGIES}
-    apart = {"DDP", "ZeRO-1", "ZeRO-2"} if is_apart else {*of_strategies} - {"DDP", "ZeRO-1", "ZeRO-2"}
-    assert {of_strategies[name] for name in apart} == {len(chunks)}
-    if is_apart:  # where a loss reads its own rows nothing is sent
-        alone = replace(work, sees_all_rows=False)
-        assert Case(alone, STRATEGIES[1], Hardware(2), Settings()).num_chunks == of_strategies["single"]
+    assert {Case(work, one, Hardware(2), Settings()).num_chunks for one in STRATEGIES} == {len(chunks)}
 
 
 # ---- pictures ----
