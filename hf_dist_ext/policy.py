@@ -34,14 +34,6 @@ def widening(num_layers: int | None, is_checkpointed: bool) -> int:
     return 1 if is_checkpointed else min(MOST_WIDENING, max(1, (num_layers or 1) // 2))
 
 
-def width_in_buckets(width: int, multiple: int = 8) -> int:
-    """The next of few widths: every multiple up to the eighth, then four from one power of two to the next."""
-    step = multiple
-    while width > 8 * step:
-        step *= 2
-    return -(-max(1, width) // step) * step
-
-
 def loss_tile_rows(candidates: int, most: int = LOSS_TILE_ROWS, item: int = 4) -> int:
     """Rows that InfoNCE scores at once against all candidates: `most`, or as many as fit the bytes of a tile."""
     return max(1, min(most, LOSS_TILE_BYTES // (LOSS_TILE_BUFFERS * item * max(candidates, 1))))
@@ -246,8 +238,3 @@ def live_chunks(schedule: str, ranks: int, per_rank: int, chunks: int, rank: int
         for done in range(min(ahead, everything - 1), min(everything, ahead + per_rank * length))
     }
     return sorted(cases)
-
-
-def records_cuda_graphs(mode: str | None, backend: str | None) -> bool:
-    """Whether `torch.compile` records CUDA graphs, each of which is for chunks of one shape."""
-    return mode in ("reduce-overhead", "max-autotune") or backend == "cudagraphs"

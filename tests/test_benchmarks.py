@@ -94,16 +94,6 @@ def test_packed_chunks_are_compared_with_padded_ones():
     assert " 0.000 " in equal and " 0.000 " not in ragged
 
 
-@pytest.mark.slow
-def test_compiled_steps_are_counted_and_compared_with_uncompiled_ones():
-    sizes = "--width 16 --pairs 6 --rows 14 --length 32 --chunk_rows 4 --turns 1 --backend eager".split()
-    said = run("benchmark_compile.py", *sizes, "--code_root", CODE).splitlines()
-    counted = next(i for i, line in enumerate(said) if line.startswith("graphs"))
-    any_shape, chosen, each = ([int(count) for count in line[30:].split()] for line in said[counted + 1 : counted + 4])
-    assert any_shape == [2, 2] and 2 < chosen[-1] < each[-1]
-    assert said[-1].split()[:3] == ["any", "shape", "2"] and len(said[-1].split()) == 7
-
-
 def scaling_of_forked_processes() -> None:
     """scripts/benchmark_scaling.py; what it would launch is forked."""
     sys.path.insert(0, str(ROOT / "scripts"))

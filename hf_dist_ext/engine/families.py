@@ -31,7 +31,7 @@ def free_width(config: Any) -> int | None:
     or chunk. None: any width."""
     if reads_fixed_width(config) or getattr(config, "model_type", None) in READ_PADDING:
         return 0
-    text = _text_of(config)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
     most = getattr(text, "max_position_embeddings", 0)
@@ -43,15 +43,6 @@ def free_width(config: Any) -> int | None:
 
 def _follows_longest_row(rope: dict[str, Any]) -> bool:
     return rope.get("rope_type") in ROPE_OF_LONGEST_ROW
-
-
-def _text_of(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def most_positions(config: Any) -> int | None:
-    """Tokens of the longest row that the model can read. None: any, or the config does not tell."""
-    return getattr(_text_of(config), "max_position_embeddings", None)
 
 
 def patch_size(config: Any) -> tuple[int, int] | None:

@@ -162,7 +162,6 @@ def _make_table(
         order=order,
         column=column,
         width=width,
-        most_tokens=columns[0].most_tokens,
         pads_left=can_shift,
         can_trim=can_trim,
         real_tokens=real_tokens,

@@ -76,8 +76,7 @@ def _packs(given: Mapping[str, Any], config: Mapping[str, Any], attention: str |
     asked, attention = given.get("gradient_cache_packing", "auto"), attention or "sdpa"
     if config["model_type"] not in policy.PACKED_FAMILIES:
         return False
-    mode, backend = given.get("torch_compile_mode"), given.get("torch_compile_backend")
-    if policy.records_cuda_graphs(mode, backend) or attention not in ("sdpa", *policy.FLASH) or not asked:
+    if attention not in ("sdpa", *policy.FLASH) or not asked:
         return False
     return asked is True or not policy.why_many_calls(attention, policy.VARLEN_CAPABILITY, is_half, config.get)
 
@@ -118,11 +117,7 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
             notes.append(of_data.in_words(name))
         elif not is_wide and lengths.limit_of(fields, name, i == 0) is None:
             notes.append(f"max_length of {name} is not given: counted with rows of {length} tokens.")
-        multiple = given.get("gradient_cache_width_multiple") or 8
-        if given.get("torch_compile"):
-            length = min(max(length, longest), policy.width_in_buckets(length, multiple))
-        else:
-            length = min(longest, -(-length // multiple) * multiple)
+        length = min(longest, -(-length // 8) * 8)  # engine/tables.py, ChunkLimits.width
         tower, images = "text" if has_towers else "backbone", int(name in pictured)
         patches = config["picture"]["patches"] if images else 0
         columns.append(BatchColumn(name, count, length, tower, images, patches, of_data and of_data.mean))

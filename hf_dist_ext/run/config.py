@@ -222,7 +222,7 @@ _POSITIVE = (
     "num_processes projection_dim eval_holdout max_length max_train_samples max_eval_samples save_total_limit "
     "generate_max_new_tokens lora_r "
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps eval_accumulation_steps "
-    "gradient_cache_chunk_size gradient_cache_chunk_tokens gradient_cache_chunk_patches gradient_cache_width_multiple "
+    "gradient_cache_chunk_size gradient_cache_chunk_tokens gradient_cache_chunk_patches "
     "torch_empty_cache_steps ddp_timeout ddp_bucket_cap_mb max_nonfinite_steps "
     "sharding_group_size ddp_power_sgd_rank lr_base_batch_size profile_steps max_bad_rows "
     "early_stopping_patience"

@@ -41,7 +41,6 @@ class Strategy:
     can_redo = True  # an error inside a forward or backward leaves nothing behind, so the step can be run again
     waits_for_all = False  # gradients are complete only when one of every trainable parameter has come
     holds_gradients = True  # until the update; else the wrapper has used them up in the last backward
-    adds_up_in_grad = True  # the gradients of several backwards, in `.grad` of the model's parameters
     keeps_float32 = False  # trains copies of its own of weights in half precision
     casts_to: str | None = None  # the precision that an engine puts all weights into, whatever they were loaded in
     is_cut = False  # a rank has some layers of the model and no others

@@ -33,7 +33,7 @@ from hf_dist_ext.strategies.tensors import bare_optimizer, num_elements
 class ZeRO(Strategy):
     """DeepSpeed's engine, all stages."""
 
-    can_redo = holds_gradients = adds_up_in_grad = False
+    can_redo = holds_gradients = False
     keeps_float32 = has_engine = True
     optimizer_file = "global_step*"
     pads_rows = "it was not compared with padded rows under DeepSpeed"

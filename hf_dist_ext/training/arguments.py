@@ -65,9 +65,6 @@ class DistTrainingArguments(TrainingArguments):
         "activations. Null: what an accelerator has free less 5 %; on a CPU (activations only) 1 GiB, or a quarter of "
         "the free memory where that is less.",
     )
-    gradient_cache_width_multiple: int = option(
-        8, "Chunk widths are rounded up to a multiple of this many tokens, so that kernels see few shapes."
-    )
     gradient_cache_sort: bool = option(
         True, "Sort the rows of a batch by length before cutting it; false trims neighbours only."
     )

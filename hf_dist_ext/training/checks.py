@@ -177,7 +177,7 @@ def check(run: Any) -> None:
     if loss is not None:
         loss_state.check_optimizer(loss, run.optimizer, run.lr_scheduler)
         strategy.check(bool(run.loss_parameters()), run.chunk_budget is not None)
-        compiling.check(run.accelerator.state.dynamo_plugin, strategy)
+        compiling.check(run.accelerator.state.dynamo_plugin)
         if args.uses_gradient_cache:
             _check_model(run.model, args)
         _check_outputs(model, loss)

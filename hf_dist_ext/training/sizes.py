@@ -34,7 +34,6 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token, has_frozen_backbone
 from hf_dist_ext.models.embedder import Embedder
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.training import compiling
 from hf_dist_ext.training.ahead import Batch, CutAhead, CutRequest, Cuts, Cutter, SharedCutRequest
 from hf_dist_ext.training.out_of_memory import (
     ALL_GRAPHS,
@@ -311,8 +310,7 @@ class StepSizes:
             return ChunkLimits()
         size = None if args.gradient_cache_chunk_size == "auto" else args.gradient_cache_chunk_size
         tokens, patches = args.gradient_cache_chunk_tokens, args.gradient_cache_chunk_patches
-        multiple, has_buckets = args.gradient_cache_width_multiple, compiling.has_buckets(args, self.run.bare_model)
-        return ChunkLimits(size, tokens, multiple, patches, self.may_pack, has_buckets)
+        return ChunkLimits(size, tokens, max_patches=patches, packs=self.may_pack)
 
     def _limits(self) -> ChunkLimits:
         return self._given_limits if self.fitting is None else self._given_limits.scaled(self.fitting.now.share)

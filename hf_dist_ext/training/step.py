@@ -254,10 +254,7 @@ class EmbeddingStep:
         return self.run.progress()[0] + 1
 
     def _backward(self, loss: torch.Tensor) -> None:
-        strategy = self.run.strategy
-        others_follow = self.args.torch_compile and not strategy.completes
-        with compiling.own_gradients(strategy.model.parameters()) if others_follow else nullcontext():
-            strategy.backward(loss / self._accumulated, self._own_loss)
+        self.run.strategy.backward(loss / self._accumulated, self._own_loss)
 
     # ---- evaluation ----
 
@@ -315,11 +312,8 @@ class EmbeddingStep:
         is_asked = not self.args.torch_compile and self.args.device.type != "cpu"
         with self.run.precision(), padding_is_known(chunk.is_full if is_asked else None):
             embeddings = self.sizes.embedder.call(model, chunk.features, chunk.column, constants, **more)
-        check_embeddings(embeddings, self.run.bare_model, chunk.num_computed)
-        if not self.args.torch_compile:
-            return embeddings
-        # A compiled model may run as a CUDA graph, whose next replay writes into the same memory.
-        return each(embeddings, lambda rows: rows[: chunk.num_rows].clone())
+        check_embeddings(embeddings, self.run.bare_model, chunk.num_rows)
+        return embeddings
 
     def _completed(self, facts: RowFacts, layout: Layout) -> RowFacts:
         """With ids, of no row, of columns that this rank's batch lacked, and with what the loss wants to know of the

@@ -320,7 +320,7 @@ class DistTrainer(Trainer):
         if self.loss is not None:
             self.step.begin()
             checks.warn_of_accumulation(self.args, self.loss)
-            compiling.announce(self.args, self.strategy, self.bare_model, self.step.sizes.may_pack)
+            compiling.announce(self.args, self.strategy, self.step.sizes.may_pack)
         if self.has_own_arguments:
             self.keeper.begin()
         return prepared

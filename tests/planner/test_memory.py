@@ -120,7 +120,6 @@ PACKED_RUN = {"attn_implementation": "flash_attention_2", "gradient_cache_chunk_
     (False, BERT, PACKED_RUN | {"gradient_cache_packing": False}),
     (False, BERT, PACKED_RUN | {"gradient_cache_chunk_tokens": None}),
     (True, BERT, PACKED_RUN | {"torch_compile": True}),
-    (False, BERT, PACKED_RUN | {"torch_compile": True, "torch_compile_mode": "reduce-overhead"}),
     (False, CLIP, PACKED_RUN),
     (False, EXPERTS, PACKED_RUN),
 ])  # fmt: skip

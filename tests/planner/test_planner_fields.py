@@ -29,12 +29,6 @@ def units(run, name="FSDP memory", devices=FOUR):
     return traffic(Case(workload(run), strategy(name), devices)).collectives
 
 
-@pytest.mark.parametrize("fields, length", [({}, 264), ({"torch_compile": True}, 320)])
-def test_chunks_that_are_compiled_are_as_wide_as_their_bucket(make_run, fields, length):  # noqa: F811
-    run = make_run(DECODER, max_length=260, **fields)
-    assert {column.length for column in workload(run).columns} == {length}
-
-
 # ---- FSDP's knobs ----
 
 
