@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
+from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import Embeddings, Encode, Passes, Phase, PhaseContext, encode_without_graph
-from hf_dist_ext.engine.outputs import Output
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.gathering import Rows
@@ -200,10 +199,6 @@ class Strategy:
     def encoded(self, batch: ChunkedBatch, encode: Encode, phase: PhaseContext) -> Embeddings:
         """Embeddings of an evaluation, on every rank."""
         return encode_without_graph(batch, encode, phase)
-
-    def encoded_chunk(self, chunk: Chunk, encode: Encode) -> Output:
-        """One chunk alone, on every rank."""
-        return encode(chunk)
 
     @contextmanager
     def training(self) -> Iterator[None]:

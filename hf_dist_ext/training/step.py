@@ -20,14 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_dist_ext.audit.replay_causes import States, found_causes
 from hf_dist_ext.checkpoints import loss_state
 from hf_dist_ext.data.row_facts import RowFacts, split
 from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.engine.false_negatives import RowIds
 from hf_dist_ext.engine.gradient_cache import (
-    KEEP,
     SCORE,
     WHOLE_PASS,
     CachedStep,
@@ -44,7 +42,6 @@ from hf_dist_ext.evaluation.token_vectors import Compared, compared
 from hf_dist_ext.frozen.encode_once import batch_of_pooled
 from hf_dist_ext.models.embedder import check_embeddings
 from hf_dist_ext.models.packing import padding_is_known
-from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.gathering import GatheredColumns, row_weight
 from hf_dist_ext.strategies.tensors import loss_parameters
 from hf_dist_ext.training import compiling
@@ -71,8 +68,6 @@ class EmbeddingStep:
         self._gradients_are_used = True  # those of the loss's own parameters
         self.allowed_difference = 0.0  # between embeddings of the last batch and those that are encoded again
         self._before_update: RandomState | None = None
-        self._is_first_update = True
-        self._states: States | None = None  # of the model before the first update of a training
         self._buffers_before: list[torch.Tensor] = []
         self._own_loss: torch.Tensor | None = None
         self._constants: Mapping[str, Mapping[str, Any]] = {}  # of the batch that runs
@@ -82,7 +77,7 @@ class EmbeddingStep:
     def begin(self) -> None:
         """A training: what one that was interrupted has left in the loss's gradients is dropped with the next batch,
         as Trainer drops the model's."""
-        self._gradients_are_used = self._is_first_update = True
+        self._gradients_are_used = True
         self.sizes.begin()
 
     def train(
@@ -119,7 +114,6 @@ class EmbeddingStep:
         """Where memory runs out and the step can be run again, the update so far is dropped, and its batches are run
         again in smaller chunks from the random state before it."""
         if not earlier:
-            self._states, self._is_first_update = States(self.run.bare_model) if self._is_first_update else None, False
             self._before_update = RandomState()
             self._buffers_before = [] if self.sizes.fitting is None else [b.clone() for b in self._buffers()]
         again: list[Any] = []
@@ -209,24 +203,6 @@ class EmbeddingStep:
         if kind == "cuda" and compiling.multiplies_in_tf32():
             dtypes.add(torch.float16)  # of the same epsilon
         return dtypes
-
-    def causes_of_replay_error(self, model: nn.Module, worst: int, most: float) -> str:
-        """Why embeddings of a chunk of the last batch differ when they are encoded again, in words; "" where encoding
-        it shows nothing, or after the first update. Every rank calls it with the same numbers."""
-        strategy = self.run.strategy
-        if self.layout is None or self._states is None:
-            return ""
-        chunks = self.layout.chunked.chunks()
-        worst = min(worst, len(chunks) - 1)
-        others = [i for i, chunk in enumerate(chunks) if i != worst and chunk.table == chunks[worst].table]
-        other = max(others, key=lambda i: abs(i - worst), default=worst)
-        own_encode = functools.partial(self._encode, model)
-        encode = lambda number: strategy.encoded_chunk(chunks[number], own_encode)  # noqa: E731
-        with self._sharing_casts():
-            recording = lambda: strategy.phase(Phase(KEEP, chunks[worst]))  # noqa: E731
-            own = found_causes(encode, worst, other, self._states, most, recording)
-        self.run.bare_model.state_dict(keep_vars=True)  # no backward has followed: FSDP2 frees its whole weights here
-        return "; ".join(dict.fromkeys(cause for found in collectives.everyones(own) for cause in found))
 
     def _sharing_casts(self) -> AbstractContextManager:
         return self.run.strategy.sharing_casts(self.sizes.is_checkpointed)
