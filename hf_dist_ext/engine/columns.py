@@ -26,8 +26,7 @@ from hf_dist_ext.errors import UsageError
 EXPANSION = "query_expansion_positions"
 # Axis 1 of these is the token axis; they are trimmed together. Everything else is cut along its rows only.
 TOKEN_AXIS_KEYS = frozenset(
-    "input_ids attention_mask token_type_ids mm_token_type_ids position_ids inputs_embeds labels "
-    f"cross_attention_mask {EXPANSION}".split()
+    f"input_ids attention_mask token_type_ids mm_token_type_ids position_ids inputs_embeds labels {EXPANSION}".split()
 )
 
 

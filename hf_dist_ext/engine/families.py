@@ -14,11 +14,11 @@ READ_PADDING = frozenset({"convbert", "fnet", "nystromformer", "yoso"})
 # Rotary embeddings whose table is that of the longest row, once it is longer than the model was first trained for.
 ROPE_OF_LONGEST_ROW = frozenset({"dynamic", "longrope"})
 # Positions are counted over real tokens, from mm_token_type_ids, as soon as a grid is passed.
-MROPE_MODEL_TYPES = frozenset(
-    "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm4v_moe glm46v".split()
-)
+MROPE_MODEL_TYPES = frozenset("qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe".split())
 # Pixels are (rows, tiles of the fullest row, ...); elsewhere the entries of all rows stand end to end.
-PADDED_MODEL_TYPES = frozenset({"idefics2", "idefics3", "smolvlm", "modernvbert"})
+PADDED_MODEL_TYPES = frozenset({"idefics2", "idefics3", "smolvlm"})
+# Whose entries stand end to end in a form of their own: tiles of an image in one entry, videos.
+FLAT_MODEL_TYPES = frozenset({"llava", "llava_next", "llava_onevision", "paligemma"})
 
 
 def reads_fixed_width(config: Any) -> bool:
