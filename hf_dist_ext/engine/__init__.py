@@ -9,7 +9,7 @@ other losses; `false_negatives.py` says which pairs they leave out. `manual_grad
 have computed to autograd, and frees those losses' graphs tile by tile. `combined_losses.py` adds several losses up.
 `outputs.py` handles several tensors per row where a vector is not all. `packing.py` lays rows end to end without
 padding. `replay.py` notes random states for the second forward of a chunk, compares what both give, and says what a
-run is told where that differs. `budget.py` finds how large a chunk may be, from what `peak.py` measures.
+run is told where that differs. `budget.py` finds how large a chunk may be, from what an accelerator allocates.
 """
 
 from typing import TYPE_CHECKING

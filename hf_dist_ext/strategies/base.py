@@ -114,9 +114,10 @@ class Strategy:
         generators = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
         generators.manual_seed(own)
 
-    def check(self, has_loss_parameters: bool, has_budget: bool) -> None:
+    def check(self, has_loss_parameters: bool, is_automatic: bool) -> None:
         """UsageError for what can not be exact with a loss over embeddings. `has_loss_parameters`: the loss trains
-        some of its own; `has_budget`: memory is measured to find the size of chunks."""
+        some of its own; `is_automatic`: the size
+        of chunks, or the number of kept graphs."""
 
     def arrange(self, optimizer: torch.optim.Optimizer) -> None:
         """When Trainer has made it: gives all ranks groups of parameters that mean the same."""

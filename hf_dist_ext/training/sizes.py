@@ -19,8 +19,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers.utils import logging
 
-from hf_dist_ext import launched, policy
-from hf_dist_ext.checkpoints import host_memory
+from hf_dist_ext import policy
 from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.data.tokens import without_rows
 from hf_dist_ext.engine.budget import ChunkBudget, longest_row
@@ -31,7 +30,7 @@ from hf_dist_ext.engine.outputs import Output, RowSize, tensors_of
 from hf_dist_ext.engine.replay import RandomState
 from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.frozen.encode_once import forward_bytes_per_token, has_frozen_backbone
+from hf_dist_ext.frozen.encode_once import has_frozen_backbone
 from hf_dist_ext.models.embedder import Embedder
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.training.ahead import Batch, CutAhead, CutRequest, Cuts, Cutter, SharedCutRequest
@@ -48,8 +47,9 @@ from hf_dist_ext.training.running import Running
 
 logger = logging.get_logger(__name__)
 
-# Bytes that a step may take on a CPU where nobody says how many: nobody knows what else will need its memory.
-MOST_ON_CPU, SHARE_ON_CPU = 2**30, 0.25
+# On a CPU, where torch counts no memory: GiB that the graph of a chunk may take where nobody says how many, and what a
+# layer keeps of a token for its backward, in hidden sizes (in float32: 16 of ModernBERT, 31 of Qwen3, BERT 22 to 43).
+GIB_ON_CPU, KEPT_BY_LAYER = 1.0, 30
 MOST_PROBES = 20  # of chunks that double
 ALIKE = 1.05  # a step that needs so many times what was tried out, or less, is not tried out again
 
@@ -116,20 +116,15 @@ class StepSizes:
         args = self.args
         finds_size = args.gradient_cache_chunk_size == "auto"
         keeps = args.num_kept_graphs == "auto" and not self.encodes_once  # no chunk has a graph to keep
-        if not args.uses_gradient_cache or not (finds_size or keeps):
+        if args.device.type == "cpu" or not args.uses_gradient_cache or not (finds_size or keeps):
             return None
         gib = args.gradient_cache_memory_gib
         memory = None if gib is None else int(gib * 2**30)
-        if gib is None and args.device.type == "cpu":
-            free = host_memory.available_bytes() / launched.processes_here(launched.processes())
-            memory = min(MOST_ON_CPU, int(free * SHARE_ON_CPU))
-        budget = ChunkBudget(args.device, memory, lambda: self.run.bare_model.parameters(), finds_size, keeps)
+        budget = ChunkBudget(args.device, memory, finds_size, keeps, has_graphs=not self.encodes_once)
         names = [name for name in type(args).__dataclass_fields__ if name.startswith("gradient_cache_")]
         budget.measured.given = {name: getattr(args, name) for name in names} | {
             "gradient_checkpointing": args.gradient_checkpointing
         }
-        if self.encodes_once:
-            budget.forward_bytes = forward_bytes_per_token(self.run.bare_model.config)
         return budget
 
     def begin(self) -> None:
@@ -308,9 +303,17 @@ class StepSizes:
         args = self.args
         if not args.uses_gradient_cache:
             return ChunkLimits()
-        size = None if args.gradient_cache_chunk_size == "auto" else args.gradient_cache_chunk_size
-        tokens, patches = args.gradient_cache_chunk_tokens, args.gradient_cache_chunk_patches
-        return ChunkLimits(size, tokens, max_patches=patches, packs=self.may_pack)
+        size, tokens = args.gradient_cache_chunk_size, args.gradient_cache_chunk_tokens
+        if size == "auto":
+            size, tokens = None, self._tokens_on_cpu() if args.device.type == "cpu" else None
+        return ChunkLimits(size, tokens, max_patches=args.gradient_cache_chunk_patches, packs=self.may_pack)
+
+    def _tokens_on_cpu(self) -> int:
+        config = getattr(self.run.bare_model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        hidden, layers = getattr(text, "hidden_size", None) or 768, getattr(text, "num_hidden_layers", None) or 12
+        gib = self.args.gradient_cache_memory_gib or GIB_ON_CPU
+        return max(1, int(gib * 2**30 / (4 * KEPT_BY_LAYER * hidden * layers)))
 
     def _limits(self) -> ChunkLimits:
         return self._given_limits if self.fitting is None else self._given_limits.scaled(self.fitting.now.share)
@@ -338,7 +341,7 @@ class StepSizes:
             return 1
         if self.run.strategy.is_cut:
             return 1  # fewer chunks would leave more ranks idle
-        if self.budget is not None and self.budget.forward_bytes is not None:
+        if self.budget is not None and not self.budget.has_graphs:
             return 1  # the size was found for this very pass
         num_layers = getattr(getattr(self.run.bare_model, "config", None), "num_hidden_layers", None)
         return policy.widening(num_layers, self.is_checkpointed)

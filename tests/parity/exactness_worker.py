@@ -16,6 +16,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from hf_dist_ext.strategies.tensors import put
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.trainer import DistTrainer
+from tests.formula_device import with_memory
 from tests.launching import leave_together
 from tests.tiny_models import CHECKPOINTING, around, embedding_model
 
@@ -90,6 +92,7 @@ class Case:
     batch: int = BATCH  # rows per rank and micro-batch
     rows: int | None = None  # rows in the dataset; None: one global batch per step
     steps: int = 1
+    memory: int | None = None  # tokens that a device has room for, by whose memory sizes are found
     shorter_on_rank: int | None = None  # that rank's batches lack two rows
     typed: tuple[str, ...] = ()  # the column of rank 0, 1, ... whose features hold one key more than the others'
     # dropout: the reference is the same run with every graph kept; of a pipeline, which keeps none, the figure is the
@@ -134,18 +137,16 @@ CASES = [
          arguments=PACKED | {"gradient_cache_sort": False}),
     Case("packed chunks, XLM-R, other rows on each rank", model="xlm-roberta", shorter_on_rank=1, worlds=(2,),
          arguments=PACKED),
-    Case("packed chunks, automatic size", worlds=(1, 2), steps=3, arguments=PACKED | {
-         "gradient_cache_chunk_size": "auto", "gradient_cache_memory_gib": 2e-4}),
+    Case("packed chunks, automatic size", worlds=(1, 2), steps=3, memory=64,
+         arguments=PACKED | {"gradient_cache_chunk_size": "auto"}),
     Case("packed chunks, frozen backbone, temperature", loss={"learnable_temperature": True},
          arguments=PACKED | {"trainable_modules": ["projection"]}, worlds=(1, 2)),
     Case("2 graphs kept", arguments={"gradient_cache_keep_graph": 2}),
     Case("all graphs kept", arguments={"gradient_cache_keep_graph": 99}),
     Case("4 layers: a wider first pass", model="deep"),
     Case("4 layers with dropout: no wider pass", model="deep:0.2", same_masks=True),
-    Case("automatic chunk size", arguments={"gradient_cache_chunk_size": "auto",
-         "gradient_cache_memory_gib": 2e-4}, steps=3),
-    Case("automatic kept graphs", arguments={"gradient_cache_keep_graph": "auto",
-         "gradient_cache_memory_gib": 1e-3}, steps=3, model="deep"),
+    Case("automatic chunk size", arguments={"gradient_cache_chunk_size": "auto"}, steps=3, memory=64),
+    Case("automatic kept graphs", arguments={"gradient_cache_keep_graph": "auto"}, steps=3, memory=400, model="deep"),
     Case("out of memory, retried", model="scarce", arguments={"gradient_cache_chunk_size": "auto",
          "gradient_cache_memory_gib": 1e-3}, steps=3, worlds=(1, 3)),
     Case("three columns, 3 hard negatives", columns=THREE),
@@ -528,7 +529,8 @@ def trained_gradients(case: Case, model: nn.Module, loss: nn.Module, num_rows: i
             loss=loss,
             callbacks=[recorder],
         )
-        trainer.train()
+        with with_memory(trainer, case.memory) if case.memory else nullcontext():
+            trainer.train()
     return recorder.steps
 
 

@@ -9,7 +9,6 @@ import torch
 from transformers import AutoConfig
 
 from hf_dist_ext.engine.layout import lay_out
-from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner import choose
@@ -39,6 +38,7 @@ from tests.parity.memory_table import (
     rows_of,
 )
 from tests.parity.memory_worker import PARTS, PICTURE, with_pictures
+from tests.saved_bytes import saved_bytes
 from tests.tiny_models import embed, embedding_model
 
 SENTINELS = (
@@ -96,7 +96,7 @@ def test_a_packed_chunk_holds_what_was_predicted(small_run, config):
     rows = {"input_ids": torch.randint(3, 60, (4, 100)), "attention_mask": mask}
     (chunk,) = lay_out({"query": rows}, ChunkLimits(max_tokens=300, packs=True)).chunks()
     features = chunk.features
-    with peak_bytes(torch.device("cpu"), [*model.parameters(), *model.buffers(), *rows.values()]) as peak:
+    with saved_bytes([*model.parameters(), *model.buffers(), *rows.values()]) as peak:
         embed(model, **features).sum().backward()
     joined = 4 * 300 * 64 * 4  # of each layer: a CPU attends length by length, and lays the results end to end
     found, packed, padded = (
