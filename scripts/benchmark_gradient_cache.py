@@ -5,8 +5,8 @@
 
 (1) one SentenceTransformer, and a copy of it for each side
 (2) text: code-search pairs. Every cached contestant's chunk size is swept, its best goes into the turns. Ours are the
-    fastest that need no more memory than theirs
-    ("ours" is what a run does by default: chunks are packed where that saves padding; "ours, padded" never does)
+    fastest that need no more memory than theirs ("ours" is what a run does by default: chunks are packed where that
+    saves padding; "ours, padded" never does)
 (3) fixed: rows of one length, where nothing can be trimmed: what the second forward costs (arithmetic says 4/3)
 (4) flat: our memory from small batches to large ones at one chunk size
 
@@ -33,16 +33,17 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from model_sizes import MODELS, bert, pooling_of
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import losses
 from torch import Tensor, nn
+from transformers.utils import logging as transformers_logging
 from turns import AllocatedBytes, PeakBytes, ratio
 
 from hf_dist_ext import policy
@@ -65,6 +66,7 @@ ALL_GRAPHS = 10**9
 PLAIN, OURS, OURS_PADDED, OURS_PACKED = "plain", "ours", "ours, padded", "ours, packed"
 OURS_ALL_KEPT = "ours, all graphs kept"
 THEIR_PLAIN, THEIR_CACHED = "sentence-transformers plain", "sentence-transformers cached"
+HEAD = ("contestant", "seconds", "CPU s", "x plain", "MiB", "tokens", "gradient error")
 
 
 @dataclass(frozen=True)
@@ -75,79 +77,57 @@ class Size:
     model: dict
     pooling: str = "mean"
     autocast: bool = False  # bf16 forward over float32 weights, as Trainer's bf16=true
-    text_pairs: int = 1024  # the batch of the ratios
-    text_length: int = 256
+    text: tuple[int, int] = (1024, 256)  # pairs, tokens of a row at most
     chunk_tokens: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)  # ours, swept
     mini_batches: tuple[int, ...] = (8, 16, 32, 64)  # theirs, swept: rows
     mini_batch_tokens: tuple[int, ...] = (256, 512, 1024)  # theirs, swept: real tokens
-    fixed_pairs: int = 256
-    fixed_length: int = 64
-    fixed_chunk_rows: tuple[int, ...] = (32, 64, 128)
-    flat_pairs: tuple[int, ...] = (256, 1024, 4096, 16384)
-    flat_length: int = 16
-    flat_chunk_rows: int = 64
+    fixed: tuple[int, int, tuple[int, ...]] = (256, 64, (32, 64, 128))  # pairs, tokens, rows of a chunk, swept
+    flat: tuple[tuple[int, ...], int, int] = ((256, 1024, 4096, 16384), 16, 64)  # pairs, tokens, rows of a chunk
     exact_pairs: int = 48  # of the float64 check
 
 
-ON_GPU = {
-    "autocast": True, "chunk_tokens": (16384, 65536, 131072),
-    "mini_batches": (32, 128, 512), "mini_batch_tokens": (16384, 65536), "fixed_pairs": 512, "fixed_length": 128,
-    "fixed_chunk_rows": (64, 128, 256), "flat_pairs": (256, 4096, 16384, 65536), "flat_length": 32,
-    "flat_chunk_rows": 256,
-}  # fmt: skip
+def on_gpu(name: str, pairs: int, chunk_tokens: tuple[int, ...], mini_batches: tuple[int, ...]) -> Size:
+    """`pairs`: what the plain step still fits into 80 GiB."""
+    return Size(
+        name, MODELS[name], pooling_of(name), True, (pairs, 256), chunk_tokens, mini_batches, (16384, 65536),
+        (512, 128, (64, 128, 256)), ((256, 4096, 16384), 32, 256),
+    )  # fmt: skip
+
+
 PRESETS = {
     "cpu": [Size("width64", bert(64, 1, 2))],
     "gpu": [
-        Size("minilm", MODELS["minilm"], **ON_GPU),
-        # text_pairs: what the plain step still fits into 80 GiB
-        Size("bert-base", MODELS["bert-base"], text_pairs=256, **ON_GPU),
-        Size(
-            "qwen3-0.6b", MODELS["qwen3-0.6b"], pooling=pooling_of("qwen3-0.6b"), text_pairs=64,
-            **{**ON_GPU, "chunk_tokens": (1024, 4096, 16384), "mini_batches": (8, 32), "flat_pairs": (256, 16384)},
-        ),
+        on_gpu("minilm", 1024, (16384, 65536, 131072), (32, 128, 512)),
+        on_gpu("bert-base", 256, (16384, 65536, 131072), (32, 128, 512)),
+        on_gpu("qwen3-0.6b", 64, (1024, 4096, 16384), (8, 32)),
     ],
     "smoke": [
         Size(
-            "smoke", bert(32, 1, 2), text_pairs=16, text_length=32, chunk_tokens=(128, 256),
-            mini_batches=(4,), mini_batch_tokens=(64,), fixed_pairs=16, fixed_length=8, fixed_chunk_rows=(4,),
-            flat_pairs=(16, 64), flat_length=4, flat_chunk_rows=8, exact_pairs=8,
+            "smoke", bert(32, 1, 2), text=(16, 32), chunk_tokens=(128, 256), mini_batches=(4,),
+            mini_batch_tokens=(64,), fixed=(16, 8, (4,)), flat=((16, 64), 4, 8), exact_pairs=8,
         )
     ],
 }  # fmt: skip
 
 Batch = dict[str, dict[str, Tensor]]
-Step = Callable[[], Tensor]  # gradients are in the model afterwards; returns the loss
-
-
-@dataclass
-class Models:
-    """The same weights twice, and what they are asked to do."""
-
-    ours: SentenceTransformer
-    theirs: SentenceTransformer
-    device: str
-    loss: InfoNCELoss = field(default_factory=lambda: InfoNCELoss(TEMPERATURE))
-
-    def __post_init__(self) -> None:
-        self.embedder = embedder_of(self.ours)
-
-    def encode(self, features: dict) -> Tensor:
-        return self.embedder.call(self.ours, features)
-
-    @property
-    def widening(self) -> int:
-        return policy.widening(self.ours.transformers_model.config.num_hidden_layers, is_checkpointed=False)
-
-    def score(self, embeddings: dict[str, Tensor]) -> tuple[Tensor, dict]:
-        return self.loss(embeddings)
+Step = Callable[[], object]  # gradients are in the model afterwards
 
 
 # (1) -----------------------------------------------------------------------------------------------------------------
 
 
-def make_models(size: Size, tokenizer, device: str) -> Models:
-    from transformers.utils import logging as transformers_logging
+class Models:
+    """The same weights twice."""
 
+    def __init__(self, ours: SentenceTransformer, theirs: SentenceTransformer, device: str) -> None:
+        self.ours, self.theirs, self.device, self.embedder = ours, theirs, device, embedder_of(ours)
+        self.loss = InfoNCELoss(TEMPERATURE)
+
+    def encode(self, features: dict) -> Tensor:
+        return self.embedder.call(self.ours, features)
+
+
+def make_models(size: Size, tokenizer, device: str) -> Models:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
@@ -162,11 +142,9 @@ def make_models(size: Size, tokenizer, device: str) -> Models:
 
 
 def plain_step(models: Models, batch: Batch) -> Step:
-    def step() -> Tensor:
+    def step() -> None:
         models.ours.zero_grad(set_to_none=True)
-        output = models.loss({column: models.encode(features) for column, features in batch.items()})
-        output.loss.backward()
-        return output.loss.detach()
+        models.loss({column: models.encode(features) for column, features in batch.items()}).loss.backward()
 
     return step
 
@@ -181,30 +159,28 @@ def our_step(
 ) -> Step:
     """`packing`: as gradient_cache_packing."""
     encode = encode or (lambda chunk: models.encode(chunk.features))
+    layers = models.ours.transformers_model.config.num_hidden_layers
+    widening = policy.widening(layers, is_checkpointed=False)
 
-    def step() -> Tensor:
+    def step() -> None:
         models.ours.zero_grad(set_to_none=True)
         chunked = lay_out(batch, replace(limits, packs=bool(packing)))
         if packing:
             chunked = decided(chunked, packing)
-        wide = widened(chunked, models.widening) if models.widening > 1 else None
-        return cached_step(chunked, encode, models.score, keep_graph=keep_graph, wide=wide).loss
+        wide = widened(chunked, widening) if widening > 1 else None
+        cached_step(chunked, encode, models.loss, keep_graph=keep_graph, wide=wide)
 
     return step
 
 
 def their_step(models: Models, batch: Batch, **chunks: int) -> Step:
     """Their cached loss with `mini_batch_size` or `mini_batch_num_tokens`, or their plain one with neither."""
-    from sentence_transformers.sentence_transformer import losses
-
     kind = losses.CachedMultipleNegativesRankingLoss if chunks else losses.MultipleNegativesRankingLoss
     loss = kind(models.theirs, scale=1 / TEMPERATURE, **chunks)
 
-    def step() -> Tensor:
+    def step() -> None:
         models.theirs.zero_grad(set_to_none=True)
-        total = loss([dict(features) for features in batch.values()], None)  # their modules write into these dicts
-        total.backward()
-        return total.detach()
+        loss([dict(features) for features in batch.values()], None).backward()  # their modules write into these dicts
 
     return step
 
@@ -247,22 +223,6 @@ def peak_of(step: Step, device: str) -> int:
     return memory.peak
 
 
-@contextmanager
-def counted_tokens(models: Models) -> Iterator[list[int]]:
-    """One number: tokens that go through the transformer, padding and every pass included."""
-    seen = [0]
-
-    def count(module: nn.Module, args: tuple) -> None:
-        seen[0] += args[0].numel()
-
-    # Their module calls the transformer's forward past its hooks, but the token embedding's are run.
-    embedders = [model.get_input_embeddings() for model in (models.ours[0].model, models.theirs[0].model)]
-    handles = [embedder.register_forward_pre_hook(count) for embedder in embedders]
-    yield seen
-    for handle in handles:
-        handle.remove()
-
-
 def take_turns(steps: dict[str, Step], turns: int, device: str) -> dict[str, dict[str, list[float]]]:
     """Per contestant its wall and CPU seconds in every turn. Nothing is dropped: steps have run before."""
     names = list(steps)
@@ -279,7 +239,7 @@ def take_turns(steps: dict[str, Step], turns: int, device: str) -> dict[str, dic
 
 
 def fitting(steps: dict[str, Step]) -> dict[str, Step]:
-    """Those that run once without running out of the device's memory; on a CPU nobody would survive the attempt."""
+    """Those that run once without running out of a GPU's memory; on a CPU nobody would survive the attempt."""
     kept = {}
     for name, step in steps.items():
         try:
@@ -287,9 +247,7 @@ def fitting(steps: dict[str, Step]) -> dict[str, Step]:
             kept[name] = step
         except torch.OutOfMemoryError:
             print(f"  {name}: out of memory")
-        finally:
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
     return kept
 
 
@@ -324,15 +282,39 @@ def gradient_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float
 
 
 def observed(steps: dict[str, Step], models: Models) -> dict[str, dict]:
-    """Name -> peak memory, tokens and the gradient's distance from the plain step's, which comes first."""
-    figures, wanted = {}, None
+    """Name -> peak memory; tokens that go through the transformer, padding and every pass included; the gradient's
+    distance from the plain step's, which comes first (0 where that does not fit the device)."""
+    figures, wanted, tokens = {}, None, [0]
+
+    def count(module: nn.Module, args: tuple) -> None:
+        tokens[0] += args[0].numel()
+
+    # Their module calls the transformer's forward past its hooks, but the token embedding's are run.
+    embedders = [model.get_input_embeddings() for model in (models.ours[0].model, models.theirs[0].model)]
+    handles = [embedder.register_forward_pre_hook(count) for embedder in embedders]
     for name, step in steps.items():
-        with counted_tokens(models) as tokens:
-            peak = peak_of(step, models.device)
+        tokens[0] = 0
+        peak = peak_of(step, models.device)
         found = gradients(models.theirs if name.startswith("sentence") else models.ours)
         wanted = found if name == PLAIN else wanted
-        error = None if wanted is None else gradient_error(found, wanted)  # None: the plain step does not fit
+        error = gradient_error(found, wanted) if wanted else 0.0
         figures[name] = {"peak_bytes": peak, "tokens": tokens[0], "max_relative_gradient_error": error}
+    for handle in handles:
+        handle.remove()
+    return figures
+
+
+def measured(steps: dict[str, Step], models: Models, turns: int) -> dict[str, dict]:
+    """What `observed` says, and seconds; printed as a table."""
+    figures = observed(steps, models)
+    for name, values in take_turns(steps, turns, models.device).items():
+        figures[name].update(values)
+    print("{:<34}{:>9}{:>9}{:>9}{:>9}{:>10}{:>16}".format(*HEAD))
+    for name, entry in figures.items():
+        over = ratio(figures, name, PLAIN) if PLAIN in figures else float("nan")
+        wall, cpu = (statistics.median(entry[key]) for key in ("seconds", "cpu_seconds"))
+        memory, error = entry["peak_bytes"] / 2**20, entry["max_relative_gradient_error"]
+        print(f"{name:<34}{wall:>9.3f}{cpu:>9.3f}{over:>9.2f}{memory:>9.1f}{entry['tokens']:>10}{error:>16.1e}")
     return figures
 
 
@@ -342,18 +324,12 @@ def observed(steps: dict[str, Step], models: Models) -> dict[str, dict]:
 def text_batches(size: Size, code_root: str | None, device: str) -> tuple[object, Callable[[int], Batch]]:
     """The tokenizer, and batches of so many pairs; past the dataset's end it begins again."""
     dataset = load_code_search(held_out=1, root=code_root)["train"].shuffle(seed=0)
-    tokenizer = train_tokenizer(
-        (text for column in COLUMNS for text in dataset[column]), model_max_length=size.text_length
-    )
-    collate = ContrastiveCollator(tokenizer, COLUMNS, max_length=size.text_length)
+    tokenizer = train_tokenizer((text for name in COLUMNS for text in dataset[name]), model_max_length=size.text[1])
+    collate = ContrastiveCollator(tokenizer, COLUMNS, max_length=size.text[1])
 
     def batch_of(pairs: int) -> Batch:
-        rows = dataset.select([i % len(dataset) for i in range(pairs)]).to_list()
-        return {
-            name: {key: v.to(device) for key, v in part.items()}
-            for name, part in collate(rows).items()
-            if name != "ids"
-        }
+        batch = collate(dataset.select([i % len(dataset) for i in range(pairs)]).to_list())
+        return {name: {key: v.to(device) for key, v in batch[name].items()} for name in COLUMNS}
 
     return tokenizer, batch_of
 
@@ -376,9 +352,9 @@ def sweep(size: Size, models: Models, batch: Batch) -> tuple[ChunkLimits, dict]:
 
 
 def compare_text(size: Size, models: Models, batch_of: Callable[[int], Batch], turns: int) -> dict:
-    batch = batch_of(size.text_pairs)
+    batch = batch_of(size.text[0])
     fitting({"warm-up": plain_step(models, batch_of(8)), "theirs": their_step(models, batch_of(8), mini_batch_size=4)})
-    print(f"\n{size.name}: text, {size.text_pairs} pairs cut at {size.text_length} tokens")
+    print(f"\n{size.name}: text, {size.text[0]} pairs cut at {size.text[1]} tokens")
     ours, theirs = sweep(size, models, batch)
     steps = {
         PLAIN: plain_step(models, batch),
@@ -388,47 +364,21 @@ def compare_text(size: Size, models: Models, batch_of: Callable[[int], Batch], t
         THEIR_PLAIN: their_step(models, batch),
         THEIR_CACHED: their_step(models, batch, **theirs),
     }
-    if models.device != "cpu":
-        steps = fitting(steps)
+    figures = measured(steps if models.device == "cpu" else fitting(steps), models, turns)
     real = sum(int(features["attention_mask"].sum()) for features in batch.values())
-    return {
-        "pairs": size.text_pairs,
-        "real_tokens": real,
-        "our_setting": asdict(ours),
-        "their_setting": theirs,
-        "contestants": measured(steps, models, turns),
-    }
-
-
-def measured(steps: dict[str, Step], models: Models, turns: int) -> dict[str, dict]:
-    """Name -> memory, tokens, distance of the gradient from the first step's, and seconds; printed as a table."""
-    figures = observed(steps, models)
-    for name, values in take_turns(steps, turns, models.device).items():
-        figures[name].update(values)
-    print_table(figures)
-    return figures
-
-
-def print_table(figures: dict[str, dict]) -> None:
-    print(f"{'contestant':<34}{'seconds':>9}{'CPU s':>9}{'x plain':>9}{'MiB':>9}{'tokens':>10}{'gradient error':>16}")
-    for name, entry in figures.items():
-        over = ratio(figures, name, PLAIN) if PLAIN in figures else float("nan")
-        print(
-            f"{name:<34}{statistics.median(entry['seconds']):>9.3f}{statistics.median(entry['cpu_seconds']):>9.3f}"
-            f"{over:>9.2f}{entry['peak_bytes'] / 2**20:>9.1f}{entry.get('tokens', 0):>10}"
-            f"{entry['max_relative_gradient_error'] or 0:>16.1e}"
-        )
+    setting = {"our_setting": asdict(ours), "their_setting": theirs}
+    return {"pairs": size.text[0], "real_tokens": real, **setting, "contestants": figures}
 
 
 def exact_errors(size: Size, models: Models, batch_of: Callable[[int], Batch]) -> dict[str, float]:
     """The same comparison of gradients in float64, on a small batch cut into small chunks."""
-    batch = batch_of(size.exact_pairs)
+    batch, limits = batch_of(size.exact_pairs), ChunkLimits(max_rows=5)
     exact = Models(copy.deepcopy(models.ours).double(), copy.deepcopy(models.theirs).double(), models.device)
     steps = {
         PLAIN: plain_step(exact, batch),
-        OURS_PADDED: our_step(exact, batch, ChunkLimits(max_rows=5), packing=False),
-        OURS_PACKED: our_step(exact, batch, ChunkLimits(max_rows=5), packing=True),
-        OURS_ALL_KEPT: our_step(exact, batch, ChunkLimits(max_rows=5), ALL_GRAPHS),
+        OURS_PADDED: our_step(exact, batch, limits, packing=False),
+        OURS_PACKED: our_step(exact, batch, limits, packing=True),
+        OURS_ALL_KEPT: our_step(exact, batch, limits, ALL_GRAPHS),
         THEIR_CACHED: their_step(exact, batch, mini_batch_size=5),
     }
     errors = {name: entry["max_relative_gradient_error"] for name, entry in observed(steps, exact).items()}
@@ -442,40 +392,37 @@ def exact_errors(size: Size, models: Models, batch_of: Callable[[int], Batch]) -
 
 def fixed_batch(size: Size, pairs: int, length: int, device: str) -> Batch:
     generator = torch.Generator().manual_seed(0)
-    vocabulary = size.model.get("vocab_size", 500)
-    ids = {name: torch.randint(5, min(vocabulary, 500), (pairs, length), generator=generator) for name in COLUMNS}
-    return {n: {"input_ids": v.to(device), "attention_mask": torch.ones_like(v).to(device)} for n, v in ids.items()}
+    ids = {name: torch.randint(5, 500, (pairs, length), generator=generator).to(device) for name in COLUMNS}
+    return {name: {"input_ids": v, "attention_mask": torch.ones_like(v)} for name, v in ids.items()}
 
 
 def compare_fixed(size: Size, models: Models, turns: int) -> dict:
-    batch = fixed_batch(size, size.fixed_pairs, size.fixed_length, models.device)
-    print(f"\n{size.name}: fixed, {size.fixed_pairs} pairs of {size.fixed_length} tokens each; sweep")
-    chosen = {}
+    pairs, length, swept = size.fixed
+    batch, chosen = fixed_batch(size, pairs, length, models.device), {}
+    print(f"\n{size.name}: fixed, {pairs} pairs of {length} tokens each; sweep")
     for name, keep_graph in ((OURS, 0), (OURS_ALL_KEPT, ALL_GRAPHS)):
-        steps = {
-            f"{name}, {rows} rows per chunk": our_step(models, batch, ChunkLimits(max_rows=rows), keep_graph)
-            for rows in size.fixed_chunk_rows
-        }
-        best = by_speed(steps, models.device, turns=5)[0]
-        chosen[name] = size.fixed_chunk_rows[list(steps).index(best)]
+        limits = {f"{name}, {rows} rows per chunk": ChunkLimits(max_rows=rows) for rows in swept}
+        steps = {words: our_step(models, batch, one, keep_graph) for words, one in limits.items()}
+        chosen[name] = limits[by_speed(steps, models.device, turns=5)[0]]
     steps = {
         PLAIN: plain_step(models, batch),
-        OURS: our_step(models, batch, ChunkLimits(max_rows=chosen[OURS])),
-        OURS_PACKED: our_step(models, batch, ChunkLimits(max_rows=chosen[OURS]), packing=True),
-        OURS_ALL_KEPT: our_step(models, batch, ChunkLimits(max_rows=chosen[OURS_ALL_KEPT]), ALL_GRAPHS),
-        THEIR_CACHED: their_step(models, batch, mini_batch_size=chosen[OURS]),
+        OURS: our_step(models, batch, chosen[OURS]),
+        OURS_PACKED: our_step(models, batch, chosen[OURS], packing=True),
+        OURS_ALL_KEPT: our_step(models, batch, chosen[OURS_ALL_KEPT], ALL_GRAPHS),
+        THEIR_CACHED: their_step(models, batch, mini_batch_size=chosen[OURS].max_rows),
     }
-    figures = measured(steps, models, turns)
-    return {"pairs": size.fixed_pairs, "length": size.fixed_length, "chunk_rows": chosen, "contestants": figures}
+    rows = {name: limits.max_rows for name, limits in chosen.items()}
+    return {"pairs": pairs, "length": length, "chunk_rows": rows, "contestants": measured(steps, models, turns)}
 
 
 def flat_memory(size: Size, models: Models) -> list[dict]:
     """Per batch: bytes that the model's graph holds, that the step needs at most, and of the embeddings."""
+    batches, length, chunk_rows = size.flat
     points = []
-    print(f"\n{size.name}: flat, rows of {size.flat_length} tokens, {size.flat_chunk_rows} rows per chunk")
+    print(f"\n{size.name}: flat, rows of {length} tokens, {chunk_rows} rows per chunk")
     print(f"{'pairs':>8}{'activations, MiB':>18}{'peak, MiB':>11}{'embeddings, MiB':>17}")
-    for pairs in size.flat_pairs:
-        batch = fixed_batch(size, pairs, size.flat_length, models.device)
+    for pairs in batches:
+        batch = fixed_batch(size, pairs, length, models.device)
         given = [value for features in batch.values() for value in features.values()]
         saved = SavedBytes([*models.ours.parameters(), *models.ours.buffers(), *given])
 
@@ -483,16 +430,12 @@ def flat_memory(size: Size, models: Models) -> list[dict]:
             with saved:
                 return models.encode(chunk.features)
 
-        step = our_step(models, batch, ChunkLimits(max_rows=size.flat_chunk_rows), encode=encode)
-        peak, embeddings = (
-            peak_of(step, models.device),
-            pairs * len(COLUMNS) * models.ours.get_embedding_dimension() * 4,
-        )
+        peak = peak_of(our_step(models, batch, ChunkLimits(max_rows=chunk_rows), encode=encode), models.device)
+        nbytes = pairs * len(COLUMNS) * models.ours.get_embedding_dimension() * 4
         assert saved.peak > 0 and saved.alive == 0, (saved.peak, saved.alive)
-        points.append(
-            {"pairs": pairs, "activation_bytes": saved.peak, "peak_bytes": peak, "embedding_bytes": embeddings}
-        )
-        print(f"{pairs:>8}{saved.peak / 2**20:>18.2f}{peak / 2**20:>11.2f}{embeddings / 2**20:>17.2f}")
+        found = {"activation_bytes": saved.peak, "peak_bytes": peak, "embedding_bytes": nbytes}
+        points.append({"pairs": pairs, **found})
+        print("{:>8}{:>18.2f}{:>11.2f}{:>17.2f}".format(pairs, *(value / 2**20 for value in found.values())))
     return points
 
 
@@ -517,11 +460,10 @@ def ratios_of(size: dict, key: str = "seconds") -> dict[str, float | None]:
         name: ratio(figures, one, other, key) if one in figures and other in figures else None
         for name, (figures, one, other) in pairs.items()
     }
-    memory = [text[name]["peak_bytes"] for name in (OURS, THEIR_CACHED)]
-    ratios["cached_peak_memory_over_sentence_transformers_cached"] = memory[0] / memory[1]
-    ratios["activation_memory_of_largest_over_smallest_batch"] = (
-        flat[-1]["activation_bytes"] / flat[0]["activation_bytes"]
-    )
+    ours, theirs = (text[name]["peak_bytes"] for name in (OURS, THEIR_CACHED))
+    small, large = flat[0]["activation_bytes"], flat[-1]["activation_bytes"]
+    ratios["cached_peak_memory_over_sentence_transformers_cached"] = ours / theirs
+    ratios["activation_memory_of_largest_over_smallest_batch"] = large / small
     return ratios
 
 
@@ -535,14 +477,38 @@ def describe_machine(device: str) -> str:
 def measure(size: Size, options: argparse.Namespace, device: str) -> dict:
     tokenizer, batch_of = text_batches(size, options.code_root, device)
     models = make_models(size, tokenizer, device)
-    parameters = sum(p.numel() for p in models.ours.parameters())
-    result: dict = {"name": size.name, "model": size.model, "num_parameters": parameters, "autocast": size.autocast}
+    result: dict = {"name": size.name, "model": size.model, "autocast": size.autocast}
     result["text"] = compare_text(size, models, batch_of, options.turns)
     if not size.autocast:
         result["float64_gradient_error"] = exact_errors(size, models, batch_of)
     result["fixed"] = compare_fixed(size, models, 7 * options.turns)
     result["flat"] = flat_memory(size, models)
+    result["ratios"], result["ratios_of_cpu_seconds"] = ratios_of(result), ratios_of(result, "cpu_seconds")
+    print()
+    for name, value in result["ratios"].items():
+        print(f"{name:<56}" + ("one side does not fit the memory" if value is None else f"{value:>7.3f}"))
     return result
+
+
+def run(options: argparse.Namespace) -> None:
+    device = "cuda" if options.preset == "gpu" else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError('--preset gpu: torch sees no CUDA device. Use "cpu", or a machine that has one.')
+    sizes = [size for size in PRESETS[options.preset] if not options.sizes or size.name in options.sizes]
+    if not sizes:
+        raise UsageError(f"--sizes: the preset has {', '.join(size.name for size in PRESETS[options.preset])}.")
+    packages = {name: version(name) for name in ("torch", "transformers", "sentence-transformers")}
+    report = {
+        "command": " ".join(["python", "scripts/benchmark_gradient_cache.py", *sys.argv[1:]]),
+        "machine": describe_machine(device), "versions": packages, "turns": options.turns,
+    }  # fmt: skip
+    print(report["machine"] + "; " + ", ".join(f"{name} {number}" for name, number in packages.items()))
+    report["sizes"] = [measure(size, options, device) for size in sizes]
+    report["ratios"] = report["sizes"][0]["ratios"]
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(f"\nwritten: {options.output}/results.json")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -555,40 +521,6 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     with exit_on_usage_error():
         run(options)
-
-
-def run(options: argparse.Namespace) -> None:
-    device = "cuda" if options.preset == "gpu" else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError('--preset gpu: torch sees no CUDA device. Use "cpu", or a machine that has one.')
-    sizes = [size for size in PRESETS[options.preset] if not options.sizes or size.name in options.sizes]
-    if not sizes:
-        raise UsageError(f"--sizes: the preset has {', '.join(size.name for size in PRESETS[options.preset])}.")
-    packages = {name: version(name) for name in ("torch", "transformers", "sentence-transformers")}
-    machine = describe_machine(device)
-    print(f"{machine}; " + ", ".join(f"{name} {number}" for name, number in packages.items()))
-    results = [measure(size, options, device) for size in sizes]
-    for result in results:
-        result["ratios"] = ratios_of(result)
-        result["ratios_of_cpu_seconds"] = ratios_of(result, "cpu_seconds")
-        print()
-        for name, value in result["ratios"].items():
-            print(f"{name:<56}" + ("one side does not fit the memory" if value is None else f"{value:>7.3f}"))
-    if options.output is None:
-        return
-    options.output.mkdir(parents=True, exist_ok=True)
-    report = {
-        "command": " ".join(["python", "scripts/benchmark_gradient_cache.py", *sys.argv[1:]]),
-        "machine": machine,
-        "versions": packages,
-        "preset": options.preset,
-        "turns": options.turns,
-        "ratios": results[0]["ratios"],
-        "ratios_of_cpu_seconds": results[0]["ratios_of_cpu_seconds"],
-        "sizes": results,
-    }
-    (options.output / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {options.output}/results.json")
 
 
 if __name__ == "__main__":

@@ -103,29 +103,6 @@ def print_table(rows: list[dict]) -> None:
             f"{row['collective_seconds']:>12.3f}{row['loss_stage_seconds']:>9.3f}"
             f"{row['cpu_seconds_per_step']:>8.3f}"
         )
-    for row in rows[1:]:
-        kinds = [f"{kind['count']} {n} ({kind['bytes'] / 2**20:.2f} MiB)" for n, kind in row["collectives"].items()]
-        print(f"{row['preset']} on {row['processes']}, per step and process: {', '.join(kinds)}")
-
-
-def what_limits(alone: dict, row: dict) -> str:
-    """Where a step's extra time goes, in one sentence."""
-    extra = row["seconds_per_step"] - alone["seconds_per_step"]
-    loss = max(0.0, row["loss_stage_seconds"] - alone["loss_stage_seconds"])
-    network = row["collective_seconds"]
-    work = max(0.0, row["cpu_seconds_per_step"] - alone["cpu_seconds_per_step"] - loss)
-    parts = {
-        f"the loss stage, whose contrastive batch is {row['processes']} times as large": loss,
-        "collectives, waiting for the slowest process included": network,
-        "more work for the processor, the wrapper's and that of shared caches and memory": work,
-        "waiting, for a core or for what the other numbers do not see": max(0.0, extra - loss - network - work),
-    }
-    crowd = f" on {os.cpu_count()} cores" if row["device"] == "cpu" else ""
-    listed = "; ".join(f"{name}: {seconds:.3f} s" for name, seconds in parts.items())
-    return (
-        f"{row['preset']}, {row['processes']} processes{crowd}: a step takes {extra:+.3f} s beside one process alone; "
-        f"limited by {max(parts, key=parts.get)} ({listed})."
-    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -137,8 +114,6 @@ def run(options: argparse.Namespace) -> None:
     print(f"{machine}; " + ", ".join(f"{name} {number}" for name, number in packages.items()))
     rows = measure(options)
     print_table(rows)
-    reasons = [what_limits(rows[0], row) for row in rows[1:]]
-    print("\n".join(["", *reasons]))
     if options.output is None:
         return
     options.output.mkdir(parents=True, exist_ok=True)
@@ -150,7 +125,6 @@ def run(options: argparse.Namespace) -> None:
         "efficiency_is": "(T1 / TN) / N, T = seconds per pair of the global batch",
         **settings,
         "results": rows,
-        "what_limits": reasons,
     }
     (options.output / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"written: {options.output}/results.json")

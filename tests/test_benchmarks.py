@@ -94,7 +94,7 @@ def scaling_of_forked_processes() -> None:
 def test_scaling_counts_the_collectives_of_real_processes(tmp_path, is_launched):
     sizes = ("--pairs", 16, "--length", 8, "--chunk_rows", 8, "--width", 32, "--layers", 1, "--steps", 2)
     source = ROOT / "scripts" / "benchmark_scaling.py" if is_launched else scaling_of_forked_processes
-    output = run_python(source, "--presets", "multi_gpu_ddp", "--repeats", 1, *sizes, "--output", tmp_path)
+    run_python(source, "--presets", "multi_gpu_ddp", "--repeats", 1, *sizes, "--output", tmp_path)
     report = json.loads((tmp_path / "results.json").read_text())
     alone, two = report["results"]
     assert (alone["processes"], two["processes"]) == (1, 2)
@@ -102,7 +102,6 @@ def test_scaling_counts_the_collectives_of_real_processes(tmp_path, is_launched)
     assert two["efficiency"] == pytest.approx(two["pairs_per_second"] / alone["pairs_per_second"] / 2)
     # One process sends nothing; two send at least the gradients of every weight.
     assert alone["collectives"] == {} and two["collectives"]["gloo:all_reduce"]["bytes"] > 4 * 3000 * 32
-    assert report["what_limits"][0] in output
 
 
 every_training = pytest.mark.parametrize(
