@@ -72,7 +72,6 @@ def ring_bytes(
     counts: Sequence[Sequence[int]],
     dimensions: int,
     is_symmetric: bool = False,
-    tile_halvings: int = 0,
     has_bf16_products: bool = False,
 ) -> int:
     """What InfoNCE holds where candidates go round, on the rank with most rows: the embeddings, their factors and
@@ -89,7 +88,7 @@ def ring_bytes(
     in_flight = factor * min(2, len(counts[0]) - 1)
     candidates, rows, own = counts[0 if is_symmetric else 1 :], counts[: 2 if is_symmetric else 1], most(counts)
     rounds = 4 * most(rows) + in_flight * most(candidates), 4 * own + in_flight * most(rows)
-    tile_rows, tile_candidates = ring_tile(max(map(max, counts)), max(1, LOSS_TILE_ROWS >> tile_halvings))
+    tile_rows, tile_candidates = ring_tile(max(map(max, counts)))
     tile = 4 * tile_rows * (LOSS_TILE_BUFFERS * tile_candidates + dimensions)
     return dimensions * ((4 + factor) * own + max(rounds)) + tile
 
@@ -100,14 +99,13 @@ def loss_stage_bytes(
     anchors: int,
     candidates: int,
     dimensions: int,
-    tile_halvings: int = 0,
     is_tiled: bool = True,
     has_bf16_products: bool = False,
 ) -> int:
     """What the loss holds beside the model where candidates are gathered: copies of the embeddings (of all columns:
     own rows, all processes' rows), and a tile of scores of this process's anchors against all candidates. Not tiled:
     all scores of these anchors."""
-    tile_rows = min(anchors, max(1, loss_tile_rows(candidates) >> tile_halvings)) if is_tiled else anchors
+    tile_rows = min(anchors, loss_tile_rows(candidates)) if is_tiled else anchors
     scores = (LOSS_TILE_BUFFERS if is_tiled else WHOLE_LOSS_BUFFERS) * 4 * tile_rows * candidates
     copies = EMBEDDING_COPIES + 0.5 * has_bf16_products
     return int(copies * (own_rows + all_rows) * dimensions * 4 + scores)

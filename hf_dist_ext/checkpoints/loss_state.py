@@ -33,7 +33,7 @@ logger = logging.get_logger(__name__)
 LOSS_WEIGHTS, LOSS_OPTIMIZER = OF_THE_LOSS
 BUDGET = "gradient_cache.json"
 NO_SETTINGS = (  # change no result
-    "training", "tile_halvings", "cross_device_exchange", "chunks", "uses_gradient_cache", "mini_batch_size",
+    "training", "cross_device_exchange", "chunks", "uses_gradient_cache", "mini_batch_size",
     "mini_batch_num_tokens", "score_mini_batch_size", "show_progress_bar",
 )  # fmt: skip
 OTHER_MODELS = ("guide", "model", "stand_in")  # inside of losses of sentence-transformers

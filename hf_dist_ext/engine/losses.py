@@ -136,7 +136,6 @@ class InfoNCELoss(nn.Module):
         self.bf16_products = bf16_products
         self.normalize = normalize
         self.rows_per_tile = rows_per_tile
-        self.tile_halvings = 0  # of a tile's rows, after a lack of memory
         self.candidates_per_tile = candidates_per_tile
         self.start_temperature = temperature if learnable_temperature else None
         self.fixed_temperature = None if learnable_temperature else temperature
@@ -227,7 +226,7 @@ class InfoNCELoss(nn.Module):
             row_offset=row_offset,
             margin=self.false_negative_margin,
             normalize=self.normalize,
-            rows_per_tile=max(1, fitting_rows >> self.tile_halvings),
+            rows_per_tile=fitting_rows,
             candidates_per_tile=self.candidates_per_tile or (512 if on_cpu else None),
             matmul=Matmul(self.bf16_products),
         )
@@ -277,8 +276,7 @@ class InfoNCELoss(nn.Module):
         anchors = own[columns[0]]
         on_cpu, item = anchors.device.type == "cpu", inverse_temperature.dtype.itemsize
         most = (512, 512) if on_cpu else (policy.LOSS_TILE_ROWS, None)
-        tile_rows = max(1, (self.rows_per_tile or most[0]) >> self.tile_halvings)
-        tile_rows, candidates = policy.ring_tile(max(map(max, counts)), tile_rows, item)
+        tile_rows, candidates = policy.ring_tile(max(map(max, counts)), self.rows_per_tile or most[0], item)
         plan = RingPlan(
             score=Softmax(),
             ring=ring,

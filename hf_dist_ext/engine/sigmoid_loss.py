@@ -67,7 +67,6 @@ class SigmoidLoss(nn.Module):
         self.cross_device_exchange = cross_device_exchange
         self.mask_false_negatives, self.normalize = mask_false_negatives, normalize
         self.rows_per_tile, self.candidates_per_tile = rows_per_tile, candidates_per_tile
-        self.tile_halvings = 0  # of a tile's rows, after a lack of memory
         # One element, not zero dimensions: FSDP cannot shard a 0-D parameter.
         self.log_scale = nn.Parameter(torch.tensor([math.log(scale)]), requires_grad=learnable)
         self.bias = nn.Parameter(torch.tensor([float(bias)]), requires_grad=learnable)
@@ -91,7 +90,7 @@ class SigmoidLoss(nn.Module):
         heights = dict(zip(names, map(sum, counts), strict=True))
         keys = keys_of(names, heights, ids, dtype) if ids and self.mask_false_negatives else []
         scale, bias = self.log_scale.to(dtype).exp(), self.bias.to(dtype)
-        tile = max(1, self.rows_per_tile >> self.tile_halvings), self.candidates_per_tile
+        tile = self.rows_per_tile, self.candidates_per_tile
         if ring is None:
             units = [
                 unit_vectors(one, self.normalize, dtype)

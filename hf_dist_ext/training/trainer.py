@@ -173,7 +173,7 @@ class DistTrainer(Trainer):
         vars(self)["_get_dataloader"] = partial(stream_rows.loader, self, self._get_dataloader)
         self.data_position = DataPosition(self, collectives.exchange)
         self.keeper = Keeper(args, loss, lease.check)
-        fitting = FittingSizes(args, loss) if loss is not None and args.uses_gradient_cache else None
+        fitting = FittingSizes(args) if loss is not None and args.uses_gradient_cache else None
         self.health = Health(self, loss is not None or self.freeze_plan is not None, fitting)
         self.keeper.is_guarded = self.health.guard is not None
         self.clock = StepClock(args.device)
