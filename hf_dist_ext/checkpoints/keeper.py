@@ -41,7 +41,6 @@ class Keeper:
         committed_step: of this run's last checkpoint.
         is_guarded: updates that are not finite are skipped; else every checkpoint counts as proved.
         finite_step: the last update of this start that was not skipped; -1 before.
-        evaluation_is_due: when the resumed checkpoint was written, and a signal interrupted it.
         best_checkpoint: of the run that this start continues, where it lies now.
         background: the saves that are made while training goes on.
         writer: of what is large in the save that runs.

@@ -228,7 +228,7 @@ class DistTrainer(Trainer):
         if is_ours or self.options.scaling_baseline:
             self.add_callback(self.scaling)
         if patience := self.options.early_stopping_patience:
-            self.add_callback(EarlyStop(patience, self.health))
+            self.add_callback(EarlyStop(patience))
         if steps := self.options.profile_steps:
             self.add_callback(Profiler(steps))
         self.clock.parts = PARTS if has_loss or self.own_loss is not None else OF_OWN_LOSS if is_ours else ()
@@ -485,7 +485,6 @@ class DistTrainer(Trainer):
         checkpoint = self.keeper.choose(asked, strategy, getattr(self.accelerator, "scaler", None) is not None)
         resumed = self.keeper.resumed
         learning_rate.keep_effective_batch(self.args, resumed, strategy.rows.size, strategy.fixed_accumulation)
-        self.health.evaluation_is_due = self.args.eval_strategy != "no" and resumed.get("evaluation_due", False)
         return checkpoint
 
     def _fit_checkpoint(self) -> None:
@@ -550,14 +549,9 @@ class DistTrainer(Trainer):
         begun = super()._init_training_state(max_steps, updates, num_epochs, *more)
         if self.has_own_arguments:
             self.keeper.restore_best_checkpoint(self.state)
-        # An evaluation that is due after the last step needs an epoch to be made up in, of which nothing is trained.
-        return self.data_position.first_batch(begun, self.state, max_steps, num_epochs - self.health.evaluation_is_due)
+        return self.data_position.first_batch(begun, self.state, max_steps, num_epochs)
 
     def _run_epoch(self, **options: Any) -> None:  # type: ignore[override]  # Trainer calls it by names
-        if self.health.evaluation_is_due:
-            self._make_up_evaluation(
-                options["trial"], options["ignore_keys_for_eval"], options["resume_from_checkpoint"]
-            )
         if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
             return  # before the first step: the checkpoint is of a run that had ended
         epoch, loader, num_batches = (options[name] for name in ("epoch", "train_dataloader", "steps_in_epoch"))
@@ -573,14 +567,6 @@ class DistTrainer(Trainer):
         self._save_checkpoint(model, trial)
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-
-    def _make_up_evaluation(self, trial: Any, ignored: Any, checkpoint: str) -> None:
-        with meanwhile(self.health, makes_up=True):
-            figures = self._evaluate(trial, ignored)
-        self.health.evaluation_is_due = False
-        self._determine_best_metric(metrics=figures, trial=trial)
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = checkpoint
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any):
         position = self.data_position
@@ -701,7 +687,6 @@ class DistTrainer(Trainer):
             **run_facts.of_run(self.args, self.state, self.strategy, self._train_batch_size, self._optimizer_name),
             **of_model,
             **self.data_position.facts(self.health.bad_rows.of_epoch()),
-            "evaluation_due": self.health.evaluation_is_due or self.health.evaluation_follows,
             "frozen_fingerprint": self.files.frozen_fingerprint,
             "stage": self.stage,
             "trains": None if self.freeze_plan is None else self.freeze_plan.describe(),
