@@ -25,7 +25,7 @@ from torch import nn
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import async_save, commit, manifest, resume
-from hf_dist_ext.checkpoints.loss_state import LOSS_WEIGHTS, load_loss, settings, state_of, warn_of_settings
+from hf_dist_ext.checkpoints.loss_state import LOSS_WEIGHTS, load_loss, state_of
 from hf_dist_ext.strategies import consensus
 from hf_dist_ext.strategies.base import Strategy, meanwhile
 
@@ -57,8 +57,6 @@ class Keeper:
         self.writer = async_save.Writer()
         self.at_begin: list[Callable[[], None]] = []
         self._begin_run: Callable[[], Mapping[str, Any]] = manifest.new_run
-        self._loss_settings = settings(loss)
-        self._settings: Mapping[str, Any] = {}
         self._run: Mapping[str, Any] = manifest.new_run()
         self._chosen: Path | None = None
         self._asked: bool | str | None = None
@@ -69,7 +67,6 @@ class Keeper:
         with `resume_weights_only`, which continues nothing."""
         self.committed_step, self.best_checkpoint, self.resumed = None, None, {}
         self.finite_step, self._to_rotate = -1, None
-        self._loss_settings = settings(self.loss)
         self._chosen, self._asked = folder, asked = resume.choose(self.args, asked)
         self._takes_weights_only = folder is not None and resume.takes_weights_only(self.args, folder, asked)
         if folder is None or self._takes_weights_only:
@@ -78,7 +75,6 @@ class Keeper:
         resume.check_complete(self.args, folder, content, self.loss, strategy.rows, has_scaler)
         strategy.check_resumable(folder, content, self.args.world_size)
         self.best_checkpoint = resume.best_checkpoint_of(self.args, folder, content)
-        warn_of_settings(self._loss_settings, content.get("loss"))
         return str(folder)
 
     def fit(
@@ -89,14 +85,13 @@ class Keeper:
         dtype_of_base: str,
         load_adapters: Callable[[nn.Module, Path], None],
         optimizer: str,
-        settings: Mapping[str, Any],
         is_search: bool,
     ) -> bool:
         """Once the (bare) model is there: it fits what was chosen, or has its weights with `resume_weights_only`.
         Returned: whether it has these.
         `frozen_digests`: of the weights that this run's checkpoints leave out. `dtype_of_base`: what this run loaded
-        the model in. `optimizer`: the class of this run's. `settings`: what else a step computes with."""
-        folder, self._settings = self._chosen, settings
+        the model in. `optimizer`: the class of this run's."""
+        folder = self._chosen
         if folder is not None and self._takes_weights_only:
             resume.load_weights_only(model, folder, self.args.trust_checkpoint, strategy, load_adapters)
             if (folder / LOSS_WEIGHTS).is_file():
@@ -107,7 +102,7 @@ class Keeper:
             resume.check_optimizer(self.args, folder, self.resumed, optimizer)
             resume.check_base(folder, self.resumed, model, dtype_of_base, strategy.casts_to)
             resume.check_frozen(folder, frozen_digests)
-            resume.check_settings(folder, self.resumed, settings)
+            resume.check_scales(folder, self.resumed, model)
         begin, given = resume.begin_or_continue_run, (self.args, folder, self._asked, is_search)
         self._begin_run = partial(begin, *given, self._takes_weights_only)
         return self._takes_weights_only
@@ -172,7 +167,6 @@ class Keeper:
         run = {name: self._run.get(name) for name in ("run_id", "parent", "began_from_weights")}
         best, limit = state.best_model_checkpoint, args.save_total_limit
         content = {**facts(), **run, "generation": generation} if args.should_save else {}
-        content |= {"loss": self._loss_settings, "settings": self._settings}
         content["best"] = resume.identity_of_best(best, folder, content)
 
         def end(group: Any = None) -> None:

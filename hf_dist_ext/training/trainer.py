@@ -498,7 +498,6 @@ class DistTrainer(Trainer):
             self.files.dtype_of_base,
             load_adapters=lambda model, folder: super(DistTrainer, self)._load_from_checkpoint(str(folder), model),
             optimizer=self._name_optimizer(),
-            settings=same_run.settings(self.args, self.data_collator, self.bare_model),
             is_search=self.hp_search_backend is not None,
         )
         if has_weights_only:

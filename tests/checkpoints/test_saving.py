@@ -17,9 +17,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainingArguments
 
-from hf_dist_ext.checkpoints import commit, hub, loss_state, manifest
+from hf_dist_ext.checkpoints import commit, hub, manifest
 from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, resume_or_start
-from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.training import final_model
@@ -371,29 +370,6 @@ def test_the_state_of_another_optimizer_or_kind_of_schedule_is_refused(tmp_path,
     again = make(tmp_path, max_steps=4, resume_weights_only=True, **evaluation | now)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 4
-
-
-def test_another_loss_than_the_checkpoints_is_said(copied, caplog):
-    def resumed(loss) -> list[str]:
-        trainer = make(copied, max_steps=5, save_strategy="no")
-        trainer.loss = trainer.keeper.loss = loss
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            trainer.train(resume_from_checkpoint=str(copied / "checkpoint-4"))
-        return [record.message for record in caplog.records if "another loss" in record.message]
-
-    assert resumed(InfoNCELoss(learnable_temperature=True, rows_per_tile=4)) == [], "tiles change no result"
-    (said,) = resumed(InfoNCELoss(learnable_temperature=True, false_negative_margin=0.1))
-    assert said.endswith("from here the one given holds: false_negative_margin None -> 0.1.")
-    assert resumed(InfoNCELoss(0.1, learnable_temperature=True)) == []
-    assert "the start temperature given is not used: 0.1 (it was 0.05)." in caplog.text
-    with pytest.raises(UsageError, match="the loss given now has none. Give the loss as it was"):
-        resumed(InfoNCELoss(0.1))
-    assert "holds: temperature None -> 0.1." in caplog.text, "the field's name"
-    parts = {"one": InfoNCELoss(0.05, learnable_temperature=True), "two": InfoNCELoss(0.05)}
-    assert "fixed_temperature" in loss_state.settings(parts["two"])
-    one, two = (loss_state.settings(SumOfLosses(parts, {"one": weight})) for weight in (1.0, 2.0))
-    assert {name for name in one if one[name] != two[name]} == {"weights"}
 
 
 @pytest.mark.parametrize("now", [{"optim": "adamw_torch"}, {"lr_scheduler_type": "cosine"}])
