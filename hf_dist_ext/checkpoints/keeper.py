@@ -2,7 +2,7 @@
 
 A save goes like this:
 
-(1) is there room on the disk? Then the folder is emptied and marked as unfinished
+(1) the folder is emptied and marked as unfinished
 (2) every rank writes its files
 (3) when all ranks have, they share the reading, hashing and fsync of the files, and rank 0 writes the manifest
 (4) older complete checkpoints beyond the limit are deleted, but never the newest proved one; the checkpoint is pushed
@@ -14,13 +14,12 @@ happen while training goes on, and so does the writing of what is large in (2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.utils import logging
 
@@ -142,26 +141,22 @@ class Keeper:
         self,
         output_dir: Path,
         state: Any,
-        strategy: Strategy,
-        tensors: Iterable[torch.Tensor],
         write: Callable[[Path], None],
         facts: Callable[[], Mapping[str, Any]],
         push: Callable[[Path], None],
     ) -> None:
-        """Every rank calls it, with what `tensors` will be in the checkpoint. `write` makes its files."""
+        """Every rank calls it. `write` makes the files of a checkpoint."""
         args, step = self.args, state.global_step
         if self.committed_step == step:
             return  # asked for twice, as when an evaluation was left: to write it again would put it at risk
         self.background.collect(wait=True)
         folder = output_dir / f"checkpoint-{step}"
         consensus.together(self.check_lease)
-        needed = commit.check_free_space(output_dir, folder, tensors)  # (1)
-        is_async = args.save_async and self.background.fits(needed, strategy.saves_shards)
         with ExitStack() as entered:
             entered.enter_context(commit.full_disk_in_words(output_dir, folder))
-            generation = consensus.together(lambda: commit.begin(args, output_dir, folder))[0]
+            generation = consensus.together(lambda: commit.begin(args, output_dir, folder))[0]  # (1)
             entered.enter_context(consensus.ends_together(f"writing {folder.name}", args.ddp_timeout))
-            self.writer = writer = async_save.Writer(self.background.stager.copied if is_async else None)
+            self.writer = writer = async_save.Writer(self.background.stager.copied if args.save_async else None)
             entered.callback(setattr, self, "writer", async_save.Writer())
             write(folder)  # (2)
         run = {name: self._run.get(name) for name in ("run_id", "parent", "began_from_weights")}
@@ -180,7 +175,7 @@ class Keeper:
                 manifest.rotate(output_dir, limit, keep=[best], is_proved=not self.is_guarded)
 
         self.committed_step, self._to_rotate = step, output_dir if args.should_save and self.is_guarded else None
-        if is_async:
+        if args.save_async:
             self.background.begin(folder.name, end, partial(push, folder))
             return
         end()

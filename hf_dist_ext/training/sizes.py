@@ -14,13 +14,13 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers.utils import logging
 
 from hf_dist_ext import launched, policy
-from hf_dist_ext.checkpoints import host_memory
 from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.data.tokens import without_rows
 from hf_dist_ext.engine.budget import ChunkBudget, longest_row
@@ -111,7 +111,7 @@ class StepSizes:
         gib = args.gradient_cache_memory_gib
         memory = None if gib is None else int(gib * 2**30)
         if gib is None and args.device.type == "cpu":
-            free = host_memory.available_bytes() / launched.processes_here(launched.processes())
+            free = psutil.virtual_memory().available / launched.processes_here(launched.processes())
             memory = min(MOST_ON_CPU, int(free * SHARE_ON_CPU))
         budget = ChunkBudget(args.device, memory, lambda: self.run.bare_model.parameters(), finds_size, keeps)
         names = [name for name in type(args).__dataclass_fields__ if name.startswith("gradient_cache_")]

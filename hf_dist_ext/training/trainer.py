@@ -654,8 +654,6 @@ class DistTrainer(Trainer):
         self.keeper.save(
             Path(self._get_output_dir(trial=trial)),
             self.state,
-            self.strategy,
-            tensors=self.files.tensors(self.optimizer),
             write=self._write_checkpoint,
             facts=self._facts,
             push=partial(hub.push_checkpoint, self),

@@ -5,6 +5,7 @@ import json
 import weakref
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
@@ -13,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hf_dist_ext.checkpoints import host_memory
 from hf_dist_ext.engine.budget import ChunkBudget, Measured, longest_row, widened
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import REPLAY, SCORE, Phase, cached_step, encode_without_graph
@@ -403,7 +403,7 @@ def test_graphs_are_kept_by_themselves_where_an_accelerator_finds_the_chunks(
 def test_a_cpu_plans_with_a_quarter_of_what_is_free_and_a_gib_at_most(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for free, planned in ((800, 100), (2**40, 2**30)):
-        monkeypatch.setattr(host_memory, "available_bytes", lambda free=free: free)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
         made = trainer(tmp_path, gradient_cache_keep_graph="auto")
         assert made.chunk_budget.budget_bytes == planned and made.chunk_budget.keeps_graphs
     given = trainer(tmp_path, gradient_cache_chunk_size="auto", gradient_cache_memory_gib=3.0)
