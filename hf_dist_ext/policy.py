@@ -45,13 +45,12 @@ def loss_stage_bytes(
     anchors: int,
     candidates: int,
     dimensions: int,
-    tile_halvings: int = 0,
     is_tiled: bool = True,
 ) -> int:
     """What the loss holds beside the model: copies of the embeddings (of all columns:
     own rows, all processes' rows), and a tile of scores of this process's anchors against all candidates. Not tiled:
     all scores of these anchors."""
-    tile_rows = min(anchors, max(1, loss_tile_rows(candidates) >> tile_halvings)) if is_tiled else anchors
+    tile_rows = min(anchors, loss_tile_rows(candidates)) if is_tiled else anchors
     scores = (LOSS_TILE_BUFFERS if is_tiled else WHOLE_LOSS_BUFFERS) * 4 * tile_rows * candidates
     return EMBEDDING_COPIES * (own_rows + all_rows) * dimensions * 4 + scores
 

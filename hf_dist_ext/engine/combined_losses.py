@@ -51,16 +51,6 @@ class _Losses(nn.Module):
         fold, default = _ASKED[name]
         return fold([getattr(loss, name, default) for loss in self._all])
 
-    @property
-    def tile_halvings(self) -> int:
-        return max(getattr(loss, "tile_halvings", 0) for loss in self._all)
-
-    @tile_halvings.setter
-    def tile_halvings(self, halvings: int) -> None:
-        for loss in self._all:
-            if hasattr(loss, "tile_halvings"):
-                loss.tile_halvings = halvings
-
 
 class SumOfLosses(_Losses):
     """The sum of losses over the same rows, each times its weight.

@@ -116,7 +116,6 @@ class InfoNCELoss(nn.Module):
         self.cross_device_negatives = cross_device_negatives and in_batch_negatives
         self.normalize = normalize
         self.rows_per_tile = rows_per_tile
-        self.tile_halvings = 0  # of a tile's rows, after a lack of memory
         self.candidates_per_tile = candidates_per_tile
         self.start_temperature = temperature if learnable_temperature else None
         self.fixed_temperature = None if learnable_temperature else temperature
@@ -201,7 +200,7 @@ class InfoNCELoss(nn.Module):
             row_offset=row_offset,
             margin=self.false_negative_margin,
             normalize=self.normalize,
-            rows_per_tile=max(1, fitting_rows >> self.tile_halvings),
+            rows_per_tile=fitting_rows,
             candidates_per_tile=self.candidates_per_tile or (512 if on_cpu else None),
         )
         return tiled_infonce(plan, inverse_temperature, embeddings)  # (3)

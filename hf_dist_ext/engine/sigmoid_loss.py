@@ -60,7 +60,6 @@ class SigmoidLoss(nn.Module):
             raise UsageError(f"rows_per_tile={rows_per_tile}, candidates_per_tile={candidates_per_tile}: at least 1.")
         self.mask_false_negatives, self.normalize = mask_false_negatives, normalize
         self.rows_per_tile, self.candidates_per_tile = rows_per_tile, candidates_per_tile
-        self.tile_halvings = 0  # of a tile's rows, after a lack of memory
         # One element, not zero dimensions: FSDP cannot shard a 0-D parameter.
         self.log_scale = nn.Parameter(torch.tensor([math.log(scale)]), requires_grad=learnable)
         self.bias = nn.Parameter(torch.tensor([float(bias)]), requires_grad=learnable)
@@ -80,7 +79,7 @@ class SigmoidLoss(nn.Module):
         heights = {name: len(everyone[name]) for name in candidates}
         keys = keys_of(names, heights, ids, dtype) if ids and self.mask_false_negatives else []
         scale, bias = self.log_scale.to(dtype).exp(), self.bias.to(dtype)
-        tile = max(1, self.rows_per_tile >> self.tile_halvings), self.candidates_per_tile
+        tile = self.rows_per_tile, self.candidates_per_tile
         units = [
             unit_vectors(one, self.normalize, dtype) for one in (own[anchor], *(everyone[name] for name in candidates))
         ]

@@ -144,7 +144,7 @@ class Strategy:
         """UsageError when a step would keep more graphs alive than may be."""
 
     def bare_to_try(self, model: nn.Module) -> nn.Module | None:
-        """The model in its wrapper, on which a step can be tried out without a collective; None: not needed, or not
+        """The model in its wrapper, on which chunks can be tried out without a collective; None: not needed, or not
         possible."""
         return None
 

@@ -256,8 +256,7 @@ class DistTrainingArguments(TrainingArguments):
     save_async: bool = option(
         False,
         "Training goes on while a checkpoint is written, from a copy in the CPU's memory. It counts once it is "
-        "complete; the next save, the end and a preemption wait for it. A save whose copy does not fit into memory "
-        "is made while training waits. Not with DeepSpeed.",
+        "complete; the next save, the end and a preemption wait for it. Not with DeepSpeed.",
     )
     save_full_model: bool = option(
         False,

@@ -8,7 +8,7 @@ size changes a gradient.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -23,7 +23,7 @@ from hf_dist_ext import policy
 from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.data.tokens import without_rows
 from hf_dist_ext.engine.budget import ChunkBudget, longest_row
-from hf_dist_ext.engine.chunks import ChunkedBatch
+from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
 from hf_dist_ext.engine.combined_losses import num_columns_of
 from hf_dist_ext.engine.gradient_cache import REPLAY, Phase
 from hf_dist_ext.engine.outputs import Output, RowSize, tensors_of
@@ -34,15 +34,7 @@ from hf_dist_ext.frozen.encode_once import has_frozen_backbone
 from hf_dist_ext.models.embedder import Embedder
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.training.ahead import Batch, CutAhead, CutRequest, Cuts, Cutter, SharedCutRequest
-from hf_dist_ext.training.out_of_memory import (
-    ALL_GRAPHS,
-    PLACES,
-    FittingSizes,
-    costliest_chunks,
-    empty_cache,
-    is_lack_of_memory,
-    place_out_of_memory,
-)
+from hf_dist_ext.training.out_of_memory import FittingSizes, empty_cache, is_lack_of_memory
 from hf_dist_ext.training.running import Running
 
 logger = logging.get_logger(__name__)
@@ -51,7 +43,8 @@ logger = logging.get_logger(__name__)
 # layer keeps of a token for its backward, in hidden sizes (in float32: 16 of ModernBERT, 31 of Qwen3, BERT 22 to 43).
 GIB_ON_CPU, KEPT_BY_LAYER = 1.0, 30
 MOST_PROBES = 20  # of chunks that double
-ALIKE = 1.05  # a step that needs so many times what was tried out, or less, is not tried out again
+ALIKE = 1.05  # chunks of so many times the tokens of those before, or less, are not tried out
+ALL_GRAPHS = 2**31
 
 
 class Layout(NamedTuple):
@@ -61,7 +54,6 @@ class Layout(NamedTuple):
     wide: ChunkedBatch | None  # larger chunks for the pass without a graph
     counts: dict[str, list[int]]  # rows per column and rank
     num_kept: int  # graphs
-    is_larger: bool = False  # clearly, than every step that was tried out, on some rank
     batch: Batch = {}  # what was cut: with the columns of all ranks
     is_completed: bool = False  # some rank's batch lacked a column
 
@@ -69,16 +61,9 @@ class Layout(NamedTuple):
         """For `Reductions.smaller`."""
         chunks = self.chunked.chunks()
         return {
-            "has_wider": self.wide is not None,
             "num_kept": min(self.num_kept, len(chunks) - 1),
             "can_halve": any(chunk.num_rows > 1 for chunk in chunks),
         }
-
-    @property
-    def demand(self) -> list[int]:
-        """What makes a step take more memory than another one."""
-        rows = sum(map(sum, self.counts.values()))
-        return [self.chunked.costliest(), (self.wide or self.chunked).costliest(), self.num_kept, rows]
 
     def loss_bytes(self, loss: Any, size: RowSize) -> int:
         """What the loss will hold of rows that large."""
@@ -90,7 +75,7 @@ class Layout(NamedTuple):
         first, *others = everyone.values()
         candidates = others or [first]  # a loss of one column compares its rows
         numbers = sum(own.values()), sum(everyone.values()), anchors, sum(candidates), size.numbers
-        of_rows = policy.loss_stage_bytes(*numbers, getattr(loss, "tile_halvings", 0), is_tiled=is_tiled)
+        of_rows = policy.loss_stage_bytes(*numbers, is_tiled=is_tiled)
         return of_rows + policy.token_products_bytes(sum(candidates), size.tokens)
 
 
@@ -110,7 +95,6 @@ class StepSizes:
         self.may_widen = True  # the pass without a graph: not where the model draws random numbers
         self.may_pack = False  # chunks: what training/packing.py says of this run
         self.request: SharedCutRequest | None = None  # of the last step, where loaders cut their batches
-        self._proven = [0, 0, 0, 0]  # the largest demand that was tried out
 
     def _make_budget(self) -> ChunkBudget | None:
         args = self.args
@@ -151,35 +135,18 @@ class StepSizes:
     def fit(
         self, wrapped: nn.Module, encode: Callable[..., Output], batch: Batch, is_first: bool, ahead: Cuts | None
     ) -> Layout:
-        """How a batch is cut. Where forwards are a rank's own, a step that needs more memory than any before is tried
-        out on every rank.
+        """How a batch is cut, after "auto" has looked for the size of chunks.
 
         Args:
             encode: model, chunk -> embeddings.
             is_first: the first batch of an update.
             ahead: how the batch was cut where it was made; it is cut anew where it has changed since.
         """
-        while True:
+        layout = self.cut(batch, is_first, ahead)
+        if is_first and self._probes(layout) and (bare := self._to_probe(wrapped)) is not None:
+            self._probe(bare, encode, batch, ahead)
             layout = self.cut(batch, is_first, ahead)
-            if is_first and self._probes(layout) and (bare := self._to_probe(wrapped)) is not None:
-                self._probe(bare, encode, batch, ahead)
-                layout = self.cut(batch, is_first, ahead)
-            if self.fitting is None or not is_first or not layout.is_larger:
-                return layout
-            if (bare := self.run.strategy.bare_to_try(wrapped)) is None:
-                return layout
-            place = self._place_out_of_memory(bare, encode, layout)
-            left = layout.left_to_shrink()
-            answer = [PLACES.index(place) if place else -1, left["can_halve"], left["num_kept"]]
-            everyone = collectives.exchange(answer)
-            failed = [rank for rank, (number, *_) in enumerate(everyone) if number >= 0]
-            step, first = self.run.progress()
-            if not failed:
-                if step > first:  # the optimizer's state exists
-                    self._proven = [max(pair) for pair in zip(self._proven, layout.demand, strict=True)]
-                return layout
-            left |= {"can_halve": any(row[1] for row in everyone), "num_kept": max(row[2] for row in everyone)}
-            self.fitting.shrink(PLACES[everyone[failed[0]][0]], step + 1, failed, **left)
+        return layout
 
     def _probes(self, layout: Layout) -> bool:
         """Whether the size of chunks is looked for before the step. All ranks answer alike."""
@@ -217,22 +184,6 @@ class StepSizes:
         state.restore()
         empty_cache(self.args.device)
 
-    def _place_out_of_memory(self, bare: nn.Module, encode: Callable[..., Output], layout: Layout) -> str | None:
-        state, more = RandomState(), {"stops_at_pooled": True} if self.encodes_once else {}
-        place = place_out_of_memory(
-            lambda chunk: encode(bare, chunk, **more),
-            layout.chunked,
-            layout.wide,
-            layout.left_to_shrink()["num_kept"],
-            lambda size: layout.loss_bytes(self.run.loss, size),
-            has_graph=not self.encodes_once,
-        )
-        for parameter in bare.parameters():
-            parameter.grad = None
-        state.restore()
-        empty_cache(self.args.device)
-        return place
-
     def cut(self, batch: Batch, is_first: bool, ahead: Cuts | None = None, is_completed: bool = False) -> Layout:
         """This rank's batch in chunks; every number that decides what a step does is the same on all ranks.
         `is_completed`: it was given columns that other ranks have."""
@@ -253,26 +204,25 @@ class StepSizes:
             rows = dict.fromkeys(rows, 0)
         by_vision = not self.has_stand_in  # with a stand-in every forward runs the vision layers
         needed = [(plan or chunked).num_chunks(by_vision) for plan in plans]
-        layout = Layout(chunked, wide, {name: [rows[name]] for name in rows}, self._num_kept_graphs(chunked))
-        needs_more = any(now > ALIKE * before for now, before in zip(layout.demand, self._proven, strict=True))
-        numbers = [columns_digest(rows), self.may_widen, layout.num_kept, needs_more]
+        num_kept = self._num_kept_graphs(chunked)
+        numbers = [columns_digest(rows), self.may_widen, num_kept]
         everyone = collectives.exchange([*numbers, *rows.values(), *chain(*needed)])
         if len({columns for columns, *_ in everyone}) > 1:
             batch = with_columns_of_all_ranks(batch)
             return self.cut(batch, is_first, is_completed=True)
-        _, may_widen, num_kept, is_larger, *_ = zip(*everyone, strict=True)
+        _, may_widen, num_kept, *_ = zip(*everyone, strict=True)
         self.may_widen = all(may_widen)
         # Every rank runs as many as the one that needs most.
         if self.run.strategy.forwards_are_collective:
-            most = [max(numbers) for numbers in zip(*(row[4 + len(rows) :] for row in everyone), strict=True)]
+            most = [max(numbers) for numbers in zip(*(row[3 + len(rows) :] for row in everyone), strict=True)]
             for plan, own in zip(plans, needed, strict=True):
                 if plan is chunked or self.may_widen:
                     plan.agree(most[: len(own)], by_vision)
                 most = most[len(own) :]
         of_each = self.run.strategy.rows.one_of_each(everyone)
-        counts = {name: [row[4 + i] for row in of_each] for i, name in enumerate(rows)}
+        counts = {name: [row[3 + i] for row in of_each] for i, name in enumerate(rows)}
         wide = wide if self.may_widen else None
-        return Layout(chunked, wide, counts, min(num_kept), any(is_larger), batch, is_completed)
+        return Layout(chunked, wide, counts, min(num_kept), batch, is_completed)
 
     def cut_ahead(self) -> CutAhead:
         """What cuts the batches of a loader where it makes them."""
@@ -337,7 +287,7 @@ class StepSizes:
 
     def _widening(self) -> int:
         """How many times larger the chunks of the pass without a graph are."""
-        if not self.args.uses_gradient_cache or not self.fitting.now.widens:
+        if not self.args.uses_gradient_cache or self.fitting.now.chunk_halvings:
             return 1
         if self.run.strategy.is_cut:
             return 1  # fewer chunks would leave more ranks idle
@@ -349,10 +299,21 @@ class StepSizes:
     def _num_kept_graphs(self, chunked: ChunkedBatch) -> int:
         if not self.args.uses_gradient_cache:
             return ALL_GRAPHS
+        if not self.fitting.now.keeps_graphs:
+            return 0
         kept = self.args.num_kept_graphs
         if kept == "auto":
             kept = 0 if self.budget is None else self.budget.keep_graph(chunked.costliest())
-        return min(kept, self.fitting.now.max_kept_graphs)
+        return kept
+
+
+def costliest_chunks(chunked: ChunkedBatch) -> Iterator[Chunk]:
+    """Of every kind of rows, without and with images, the chunk with most tokens."""
+    kinds: dict[tuple[int, bool], list[Chunk]] = {}
+    for chunk in chunked.chunks():
+        kinds.setdefault((chunked.tables[chunk.table].kind, chunk.has_vision), []).append(chunk)
+    for chunks in kinds.values():
+        yield max(chunks, key=lambda chunk: chunk.num_tokens)
 
 
 def _padding_token(config: Any) -> int:

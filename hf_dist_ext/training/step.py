@@ -130,7 +130,7 @@ class EmbeddingStep:
                 if not self.run.strategy.can_redo:
                     raise fitting.end_run(self._number, **self.layout.left_to_shrink()) from error
             # After the except block: the error holds the tensors of every frame it passed.
-            fitting.shrink(fitting.place, self._number, [0], **self.layout.left_to_shrink())
+            fitting.shrink(self._number, **self.layout.left_to_shrink())
             for parameter in chain(model.parameters(), loss_parameters(self.run.loss)):
                 parameter.grad = None
             self._before_update.restore()

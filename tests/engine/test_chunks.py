@@ -10,7 +10,7 @@ from hf_dist_ext.engine import tables
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.tables import ChunkLimits, Table
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.training.out_of_memory import costliest_chunks
+from hf_dist_ext.training.sizes import costliest_chunks
 
 
 def text(lengths: list[int], width: int, on_left: bool = False, value: int = 1) -> dict[str, torch.Tensor]:

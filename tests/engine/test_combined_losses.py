@@ -74,8 +74,6 @@ def test_what_is_asked_of_a_loss_is_asked_of_all():
     assert losses.normalize and losses.cross_device_negatives and not losses.compares_all_pairs
     assert not losses.rates_pairs, "evaluations follow the first"
     assert SumOfLosses({"a": SentenceTransformersLoss("MultipleNegativesRankingLoss", 4)}).compares_all_pairs
-    losses.tile_halvings = 2
-    assert losses.tile_halvings == 2 == losses.losses["of_infonce"].tile_halvings
 
 
 def test_a_source_has_its_loss_and_all_others_the_default():
