@@ -236,9 +236,6 @@ class Part:
         if logged.is_file():
             lines = logged.read_text(encoding="utf-8").splitlines()
             steps = [one for one in map(json.loads, lines) if "loss" in one]
-        if steps and (folder / "measured.json").is_file():
-            memory = json.loads((folder / "measured.json").read_text(encoding="utf-8"))["memory"]
-            steps[-1] |= {"reserved": memory["reserved"]} if "reserved" in memory else {}
         shutil.rmtree(folder, ignore_errors=True)
         if not failure and not steps:
             failure = "it logged no step"
@@ -444,7 +441,7 @@ def batch(part: Part) -> None:
         "last of two steps, of three where they compile. MFU: 6 operations for each weight outside of the embedding "
         "and each real token, of the products in half precision that the card is sold with.",
     ]
-    columns = ("rows/s", "tokens/s", "MFU", "chunks", "s/step", "of it data", "peak GiB", "reserved GiB", "loss", "")
+    columns = ("rows/s", "tokens/s", "MFU", "chunks", "s/step", "of it data", "peak GiB", "loss", "")
     part.table("model", "pairs", "chunks are", *columns)
     compiles = {"torch_compile": True, "torch_compile_backend": sizes.compile_backend, "max_steps": 3}
     for model, batches in sizes.batches:
@@ -460,14 +457,13 @@ def batch(part: Part) -> None:
                 **{"gradient_cache_packing": "auto", "max_steps": 2, **fields},
             )  # fmt: skip
             failure, steps = part.train(name, run, 300)
-            figures = [""] * 9
+            figures = [""] * 8
             if steps:
                 last = steps[-1]
                 figures = [number(last[key], 0) for key in ("rows_per_second", "tokens_per_second")]
                 figures += [share_of_peak(6 * weights * last["tokens_per_second"]), number(last["num_chunks"], 0)]
                 figures += [number(pairs / last["rows_per_second"]), number(last["seconds_data"]), part.counted(steps)]
-                reserved = last.get("reserved")
-                figures += ["" if reserved is None else number(reserved / GIB), number(last["loss"], 4)]
+                figures.append(number(last["loss"], 4))
             part.row(model, f"{pairs:,}", how, *figures, failure=failure)
 
 

@@ -186,7 +186,7 @@ def test_search_hands_its_words_to_the_search_module(monkeypatch):
         (["config"], "takes a run file"),
         (["trian", "run.json"], "Closest: train."),
         (["plan", "--confg", "run.json"], "Closest: --config."),
-        (["plan", "run.json", "--num_devices", "two"], '"two" is no number'),
+        (["plan", "run.json", "--num_devices", "two"], "invalid int value: 'two'"),
         (["plan", "run.json", "--interconnect", "nvlnk"], "Closest: nvlink."),
         ([], "required"),
     ],

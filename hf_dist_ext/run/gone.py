@@ -4,7 +4,10 @@
 `hf-dist`. run/read.py and cli.py raise the sentence as a UsageError.
 """
 
-FIELDS: dict[str, str] = {}
+FIELDS: dict[str, str] = {
+    "compare": "`hf-dist plan --compare` is gone since 0.3: `metrics.jsonl` of a run has its rows per second and, on "
+    "accelerators, its peak memory, `hf-dist plan` the same figures of the plan. Remove it.",
+}
 
 VALUES: dict[tuple[str, str], str] = {}
 
