@@ -193,7 +193,6 @@ class Plan:
     larger: Estimate | None = None  # with wider chunks that fit too
     most: Most | None = None
     enough: Plan | None = None  # where nothing fits: of so many more devices that something does
-    levers: dict[str, float] = field(default_factory=dict)  # a change -> bytes of a device that it would save
 
     @property
     def time(self) -> Time:
@@ -284,7 +283,6 @@ class Plan:
                 "command": self.command,
                 "time": self.time.as_dict(),
             },
-            "levers": {what: round(size) for what, size in self.levers.items()},
             "larger_chunks": self.larger
             and {
                 "chunk_rows": self.larger.settings.chunk_rows,

@@ -22,7 +22,7 @@ COLUMNS = ["masters" if part == "master_weights" else part for part in PARTS]
 
 
 def print_plan(plan: Plan) -> None:
-    """What to run, why in three sentences, the table, the levers, and what else is to be said."""
+    """What to run, why in three sentences, the table, and what else is to be said."""
     print(f"{_title(plan)}\n")
     if plan.best is None:
         print("recommended: nothing that this machine and these presets can run")
@@ -41,7 +41,7 @@ def print_plan(plan: Plan) -> None:
     for option in plan.options:
         if option.pipeline is not None and (option is plan.best or plan.work.pipeline_size > 1):
             print(pipeline_line(option.pipeline, option.strategy.name))
-    for line in [*plan.reasons[MAIN_REASONS:], *_levers(plan), _sizes(plan)]:
+    for line in [*plan.reasons[MAIN_REASONS:], _sizes(plan)]:
         print(f"  - {line}")
     for note in [*plan.notes, _why_nots(plan), _assumptions(plan)]:
         if note:
@@ -90,13 +90,6 @@ def _print_table(plan: Plan) -> None:
     console = Console()  # the terminal's width cuts columns; a file or a pipe gets all of them
     wide = console.is_terminal and console.width >= 190
     (console if wide else Console(width=240, highlight=False)).print(table)
-
-
-def _levers(plan: Plan) -> list[str]:
-    if not plan.levers:
-        return []
-    levers = ", ".join(f"{what} {gib(size)}" for what, size in plan.levers.items() if gib(size) != gib(0))
-    return [f"What would save more of each device: {levers}."] if levers else []
 
 
 def _sizes(plan: Plan) -> str:
