@@ -296,19 +296,17 @@ def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:
         print(json.dumps(json_schema(), indent=2))
         return
     from hf_dist_ext.launch import in_words
-    from hf_dist_ext.planner.described import WRONG, words
+    from hf_dist_ext.planner.described import check_data, words
     from hf_dist_ext.run.read import load_run
 
     run = load_run(["--config", arguments.run, *overrides])
     for line in run.echo:
         print(f"# {line}")
     over = [word[2:].partition("=")[0] for word in overrides if word.startswith("--")]
-    said = words(run, *in_words(run), over)
-    for name, text in said.items():
+    for name, text in words(run, *in_words(run), over).items():
         print(f"# {name}: {text}")
     print(json.dumps(run.flat(), indent=2, ensure_ascii=False))
-    if WRONG in said.get("data", ""):
-        sys.exit(1)
+    check_data(run)
 
 
 def _presets(arguments: argparse.Namespace, overrides: list[str]) -> None:

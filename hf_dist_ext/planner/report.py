@@ -117,11 +117,11 @@ def _assumptions(plan: Plan) -> str:
     known = CARDS.get(hardware.card or "")
     source = f" (a share of the peak in the {known.source})" if known else ""
     source = " (measured or given)" if hardware.reached else source
-    lengths = "" if any(one.tokens for one in plan.work.columns) else "Rows are counted at max_length. "
+    lengths = ", ".join(f"{one.name} {one.length}" for one in plan.work.columns)
     return (
         f"framework bytes, {speed(hardware, plan.work.compute_bytes) / 1e12:.3g} TFLOP/s{source} and "
         f"{BANDWIDTH[hardware.interconnect] / 1e9:.0f} GB/s{between} are assumed: seconds are for comparing. "
-        f"{lengths}{gib(hardware.memory_bytes - hardware.usable)} of each device stay free."
+        f"Tokens of each row: {lengths}. {gib(hardware.memory_bytes - hardware.usable)} of each device stay free."
     )
 
 

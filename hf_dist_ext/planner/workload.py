@@ -30,12 +30,6 @@ class BatchColumn:
     tower: str = "backbone"
     images: int = 0
     patches: int = 0  # of a row's pictures
-    tokens: float | None = None  # of a row on average, where the data was looked at
-
-    @property
-    def usual(self) -> float:
-        """Tokens of a row on average, as far as is known."""
-        return self.length if self.tokens is None else self.tokens
 
 
 @dataclass(frozen=True)
@@ -236,7 +230,7 @@ class Workload:
         """`is_sent_early`: a column travels while others are encoded, so that each has chunks of its own where it has
         many."""
         most, tokens = self._limits(chunk_rows)
-        rows, in_tokens = sum(one.rows for one in self.columns), sum(one.rows * one.usual for one in self.columns)
+        rows, in_tokens = sum(one.rows for one in self.columns), sum(one.rows * one.length for one in self.columns)
         are_apart = is_sent_early and policy.has_many_chunks(len(self.columns), ((rows, most), (in_tokens, tokens)))
         return sum(chunks.number for chunks in self.chunks(chunk_rows, are_apart))
 
