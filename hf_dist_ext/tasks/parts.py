@@ -81,7 +81,6 @@ class Parts:
         given = {name: getattr(self, name) for name in names} | {"evaluator": self._evaluator(args)}
         trainer = self.trainer_class(self.model, args, **given, **self.trainer_options)
         # a run from a file has them always, a DistTrainer when it uses our parts
-        trainer.scaling.writes = True
         for watcher in (MetricsFile(), trainer.scaling):
             trainer.remove_callback(type(watcher))
             trainer.add_callback(watcher)

@@ -176,7 +176,7 @@ class DistTrainer(Trainer):
         self.health = Health(self, loss is not None or self.freeze_plan is not None, fitting)
         self.keeper.is_guarded = self.health.guard is not None
         self.clock = StepClock(args.device)
-        self.scaling = Scaling(self, self.is_ours)
+        self.scaling = Scaling(self)
         if isinstance(loss, nn.Module):
             loss.to(args.device)
             collectives.take_from_first((state := loss_state.state_of(loss)).values())
