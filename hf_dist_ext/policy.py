@@ -231,31 +231,26 @@ def dealt_chunks(schedule: str, ranks: int, needed: int) -> int:
     return needed
 
 
-def layers_of_stages(num_layers: int, places: Sequence[int], head: float = 0.0) -> list[int]:
+def layers_of_stages(num_layers: int, places: Sequence[int]) -> list[int]:
     """Layers per stage, so that all ranks have as much work as can be: after one layer for each stage, a layer goes to
     the rank that has least to do, there to the stage that has least, and of equals to the last.
 
     Args:
         places: the rank of every stage.
-        head: what follows the last layer for every token, a vocabulary's matrix, in layers. Word embeddings are looked
-            up, and a projection behind the pooling sees one vector per row: neither counts.
     """
     counts, last = [1] * len(places), len(places) - 1
-    work = [1 + head * (stage == last) for stage in range(len(places))]
-    of_rank = [sum(w for w, p in zip(work, places, strict=True) if p == rank) for rank in range(max(places) + 1)]
+    of_rank = [places.count(rank) for rank in range(max(places) + 1)]
     for _ in range(num_layers - len(places)):
-        stage = min(range(last, -1, -1), key=lambda stage: (of_rank[places[stage]], work[stage]))
+        stage = min(range(last, -1, -1), key=lambda stage: (of_rank[places[stage]], counts[stage]))
         counts[stage] += 1
-        work[stage] += 1
         of_rank[places[stage]] += 1
     return counts
 
 
-def idle_share(schedule: str, ranks: int, per_rank: int, chunks: int, has_first_pass: bool = True) -> float:
+def idle_share(schedule: str, ranks: int, per_rank: int, chunks: int) -> float:
     """Of the time of a step that a rank waits, where a backward takes twice a forward's time, all stages the same, and
     messages none. For `gpipe` and `1f1b` it is (P - 1) / (M + P - 1), the bubble of GPipe
-    (https://arxiv.org/abs/1811.06965, 2.3). `has_first_pass`: forwards alone go before the training schedule, as they
-    do for a loss over embeddings."""
+    (https://arxiv.org/abs/1811.06965, 2.3). Forwards alone go before the training schedule."""
     missing = max(0, ranks - chunks)  # a round of fewer chunks than ranks waits for its first one
     first = ranks - 1 + (per_rank - 1) * missing  # of the forwards, in forwards of a stage
     training = 3 * first
@@ -263,8 +258,8 @@ def idle_share(schedule: str, ranks: int, per_rank: int, chunks: int, has_first_
         training = ranks - 1 + per_rank * missing + (per_rank - 1) * max(0, ranks - 2 * chunks)
     elif schedule == "zero_bubble_v":
         first, training = 2 * (ranks - 1), max(ranks - 1, 4 * ranks - 2 - 2 * chunks)
-    idle = training + first * has_first_pass
-    return idle / (idle + (3 + has_first_pass) * per_rank * chunks)
+    idle = training + first
+    return idle / (idle + 4 * per_rank * chunks)
 
 
 def live_chunks(schedule: str, ranks: int, per_rank: int, chunks: int, rank: int) -> list[tuple[int, ...]]:

@@ -131,15 +131,7 @@ def layers_of(work: Workload, pipeline: PipelineShape) -> list[int]:
     count = num_layers(work)
     if pipeline.split is not None:
         return [end - first for first, end in zip((0, *pipeline.split), (*pipeline.split, count), strict=True)]
-    return policy.layers_of_stages(count, pipeline.places, head_in_layers(work))
-
-
-def head_in_layers(work: Workload) -> float:
-    """Work of a vocabulary's matrix behind the layers; 0 for an embedding model, which has none."""
-    if work.is_embedding:
-        return 0.0
-    matrices = sum(p.elements for p in work.parameters().values() if p.layer is not None and p.is_multiplied)
-    return work.config["vocab_size"] * work.config["hidden_size"] * num_layers(work) / matrices
+    return policy.layers_of_stages(count, pipeline.places)
 
 
 @functools.lru_cache(maxsize=64)

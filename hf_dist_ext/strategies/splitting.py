@@ -17,7 +17,6 @@ from torch import nn
 from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import adapters, plans
-from hf_dist_ext.strategies.pipeline.stages import Passed
 from hf_dist_ext.strategies.tensors import held_here, is_split
 
 if TYPE_CHECKING:
@@ -78,12 +77,9 @@ def split_layers(model: PreTrainedModel, mesh: Any) -> None:
     plans.register_styles()
     plan, modules = plans.plan_of(model), dict(model.named_modules())
     plan = model._expand_parallel_plan(plan | {f"{name}.base_layer": style for name, style in plan.items()})
-    # Not what stands for other stages (with the copy of a weight that is tied to one of this stage), nor the module
-    # with adapters that peft puts around a layer, its `base_layer`.
-    passed = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Passed))
     for name, style in plan.items():
         owner, _, parameter = name.rpartition(".")
-        if f"{name}.".startswith(passed) or "base_layer" in getattr(modules.get(name), "_modules", ()):
+        if "base_layer" in getattr(modules.get(name), "_modules", ()):  # peft's module with adapters around a layer
             continue
         if name not in modules:
             ALL_PARALLEL_STYLES[style].shard_param(modules[owner], parameter, mesh)

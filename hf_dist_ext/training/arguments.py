@@ -38,8 +38,7 @@ class DistTrainingArguments(TrainingArguments):
     gradient_cache_chunk_size: int | str | None = option(
         None,
         "Rows per chunk of the gradient cache: activation memory is that of one chunk whatever the batch. 'auto' "
-        "finds it in the first steps. Null: no cache unless gradient_cache_chunk_tokens or _patches is set. In a "
-        "pipeline without a loss over embeddings: rows of a batch that go through the stages together.",
+        "finds it in the first steps. Null: no cache unless gradient_cache_chunk_tokens or _patches is set.",
     )
     gradient_cache_chunk_tokens: int | None = option(
         None, "Tokens per chunk, padding included; alone or together with gradient_cache_chunk_size."

@@ -1,10 +1,8 @@
 """Pipelines in a plan: what lies where, what a rank holds, sends and waits, and when one is recommended."""
 
-import dataclasses
 import json
 import re
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from hf_dist_ext.run.presets import presets
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import plans
 from hf_dist_ext.strategies.pipeline import schedules, stages
-from hf_dist_ext.strategies.pipeline.own_loss_stages import StagedModelWithLoss
 from tests.planner.test_choose import DECODER, filled, make_run, on_machine, workload  # noqa: F401, a fixture
 from tests.tiny_models import embedding_model, model_config
 
@@ -108,18 +105,6 @@ def test_the_rank_that_needs_most_decides(make_run):  # noqa: F811
     assert option.pipeline.layers == [7, 7, 7, 7]
     given = make_run(DECODER, **LARGE, pipeline_parallel_size=4, pipeline_split=[4, 12, 20])
     assert pipeline_option(make_plan(given, Hardware(4, 80 * GIB))).pipeline.layers == [4, 8, 8, 8]
-
-
-def test_a_large_vocabulary_behind_the_layers_takes_layers_from_the_last_stage(make_run):  # noqa: F811
-    embedder = workload(make_run(DECODER, **LARGE | {"projection_dim": None}))
-    causal = dataclasses.replace(embedder, is_embedding=False)
-    pipeline = PipelineShape(4, "1f1b", 1)
-    assert pipelines.layers_of(embedder, pipeline) == [7, 7, 7, 7]
-    assert pipelines.head_in_layers(causal) == pytest.approx(151936 * 2048 / (2048 * (3 * 6144 + 2 * 2048 + 2 * 1024)))
-    assert pipelines.head_in_layers(causal) == pytest.approx(
-        StagedModelWithLoss.head_in_layers(SimpleNamespace(**causal.config))
-    )
-    assert pipelines.layers_of(causal, pipeline) == [8, 9, 9, 2]
 
 
 # ---- what is held, sent, waited ----

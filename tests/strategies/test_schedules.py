@@ -114,8 +114,6 @@ def test_what_ranks_wait_is_what_an_order_makes_them_wait(name, ranks, per_rank)
         work = per_rank * chunks
         expected = 1 - 4 * work / (first + training)
         assert policy.idle_share(name, ranks, per_rank, chunks) == pytest.approx(expected)
-        alone = policy.idle_share(name, ranks, per_rank, chunks, has_first_pass=False)
-        assert alone == pytest.approx(1 - 3 * work / training)
 
 
 def length_in_one_stream(name, ranks, per_rank, chunks, forward_only):

@@ -19,7 +19,7 @@ an earlier stage trains. Letters: b rows of a chunk, T its tokens, H hidden widt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -174,8 +174,7 @@ class Flow:
     """One run of a schedule on one rank: what arrives, what is held until its backward, what leaves.
 
     Args:
-        states: random states of the forwards, which a run without gradients fills and one with them replays; None:
-            neither.
+        states: random states of the forwards, which a run without gradients fills and one with them replays.
         gradients: of what the last stage gives, per chunk, on its rank; None: the run has no backwards.
         drawn: generators that are replayed.
     """
@@ -185,7 +184,7 @@ class Flow:
         line: Line,
         chunks: Sequence[Chunk],
         phase: PhaseContext,
-        states: dict[tuple[int, int], RandomState] | None,
+        states: dict[tuple[int, int], RandomState],
         gradients: Sequence[torch.Tensor] | None,
         drawn: Sequence[str] = (),
     ):
@@ -233,23 +232,18 @@ class Flow:
             if hidden is not None and line.sends_back(stage):
                 # A view: frozen layers keep no graph for a leaf, behind which there is nobody (frozen/run_mode.py).
                 given = hidden.requires_grad_().view_as(hidden)
-            random = nullcontext() if self.states is None else replayed(self.states[at], self.drawn)
+            random = replayed(self.states[at], self.drawn)
         else:
-            if self.states is not None:
-                self.states[at] = RandomState()
+            self.states[at] = RandomState()
             random = torch.no_grad()
-        with self.phase(Phase(KEEP if self.trains else ENCODE, chunk)), random:
-            output = self.output_of(stage, number, given)
+        with self.phase(Phase(KEEP if self.trains else ENCODE, chunk)), random, line.precision():
+            output = line.cut.run(stage, chunk.features, given)
         if self.trains:
             self.held[at] = hidden, output
         if stage == line.last:
             self.embeddings[number] = output.detach()
         else:
             self.hand_on("forward", stage + 1, number, output.detach())
-
-    def output_of(self, stage: int, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        with self.line.precision():
-            return self.line.cut.run(stage, self.chunks[number].features, hidden)
 
     def backward(self, stage: int, number: int) -> None:
         """Of input and weights together."""
@@ -283,14 +277,10 @@ class Flow:
             self.backward(stage, number)
 
     def gradient_of_output(self, stage: int, number: int) -> torch.Tensor | None:
-        if stage == self.line.last:
-            return self.gradient_at_end(number)
+        if stage == self.line.last:  # an idle chunk trains nothing
+            return self.cache[number] if number < len(self.cache) else torch.zeros_like(self.embeddings[number])
         self.await_("backward", stage, number)
         return self.gradients.pop((stage, number), None)
-
-    def gradient_at_end(self, number: int) -> torch.Tensor:
-        """Of what the last stage gave for a chunk; zeros for an idle one."""
-        return self.cache[number] if number < len(self.cache) else torch.zeros_like(self.embeddings[number])
 
     def give_back(self, stage: int, number: int, hidden: torch.Tensor | None) -> None:
         if hidden is None or not self.line.sends_back(stage):

@@ -44,14 +44,14 @@ logger = logging.get_logger(__name__)
 # ---- (1) ----
 
 
-def in_stages(args: Any, staged: Callable[..., type] = stages.staged) -> Callable[[type], type] | None:
+def in_stages(args: Any) -> Callable[[type], type] | None:
     """For whoever reads the model: this rank reads its stages only. None without a pipeline."""
     if size(args) == 1:
         return None
-    return _in_stages(args, mesh.make(args) if mesh.shape_of(args).parts > 1 else None, staged)
+    return _in_stages(args, mesh.make(args) if mesh.shape_of(args).parts > 1 else None)
 
 
-def _in_stages(args: Any, of_parts: mesh.Mesh | None, staged: Callable[..., type]) -> Callable[[type], type]:
+def _in_stages(args: Any, of_parts: mesh.Mesh | None) -> Callable[[type], type]:
     """With tensor parallelism what is split keeps the mesh on which it is."""
     places, own = places_of(args)
 
@@ -60,7 +60,7 @@ def _in_stages(args: Any, of_parts: mesh.Mesh | None, staged: Callable[..., type
         splitting.split_layers(model, of_parts.devices[PARTS])
 
     more = {} if of_parts is None else {"finish": finish}
-    return functools.partial(staged, own=own, places=places, split=args.pipeline_split, **more)
+    return functools.partial(stages.staged, own=own, places=places, split=args.pipeline_split, **more)
 
 
 class Pipeline(Strategy):
@@ -73,8 +73,6 @@ class Pipeline(Strategy):
     comes_with_model = is_cut = saves_by_name = syncs_replicated = True
     pads_rows = "the stages of a pipeline send each other rows of one width"
     can_redo = False
-    cut_kind, staged = stages.StagedModel, staticmethod(stages.staged)
-    has_first_pass = True  # of chunks, without graphs
 
     def __init__(self, model: nn.Module | None, args: Any):
         super().__init__()
@@ -118,12 +116,11 @@ class Pipeline(Strategy):
     @contextmanager
     def constructing(self, args: Any) -> Iterator[None]:
         places, own = places_of(args)
-        firsts = stages.firsts_of(self.whole, places, args.pipeline_split, self.cut_kind)
-        self.cut = self.cut_kind(self.whole, own, firsts)
+        self.cut = stages.StagedModel(self.whole, own, stages.firsts_of(self.whole, places, args.pipeline_split))
         split = plans.planned(self.whole) if self.shape.parts > 1 else None
         self.mesh = getattr(split, "mesh", None) or mesh.make(args)
         self.rows = Rows(self.shape.of_a_model, self.mesh.group(COPIES))
-        self._in_stages = _in_stages(args, self.mesh if self.shape.parts > 1 else None, self.staged)
+        self._in_stages = _in_stages(args, self.mesh if self.shape.parts > 1 else None)
         self.whole.to(args.device)
         if self.shape.parts > 1:
             splitting.split_layers(split, self.mesh.devices[PARTS])
@@ -231,11 +228,11 @@ class Pipeline(Strategy):
     ) -> torch.Tensor:
         """The norm of all stages' gradients, and of those that every rank has (the loss's own parameters) once; they
         are scaled down to `max_norm` (inf: not at all)."""
-        here, tied = ({id(p) for p in found} for found in (self.whole.parameters(), self.cut.copied))
+        here = {id(p) for p in self.whole.parameters()}
         of_copies = defaultdict(list)  # on how many ranks an element lies -> gradients
         for parameter in chain(parameters, loss_parameters):
             if parameter.grad is not None:
-                of_stages = 1 + (id(parameter) in tied) if id(parameter) in here else self.size
+                of_stages = 1 if id(parameter) in here else self.size
                 ranks = self.shape.copies * self.shape.parts * of_stages // num_parts(parameter.grad)
                 of_copies[ranks].append(held_here(parameter.grad))
         return collectives.clip(of_copies, max_norm, self.line.device)
@@ -248,8 +245,7 @@ class Pipeline(Strategy):
         busy = sum(seconds[f"seconds_{part}"] for part in ("encode", "replay", "last_backward"))
         share = torch.tensor([1 - busy / seconds["seconds_passes"]], device=self.line.device)
         dist.all_reduce(share, group=self.line.group)
-        sizes = (self.size, self.per_rank, self.line.num_chunks)
-        expected = policy.idle_share(self.schedule, *sizes, has_first_pass=self.has_first_pass)
+        expected = policy.idle_share(self.schedule, self.size, self.per_rank, self.line.num_chunks)
         return {"bubble_share": round(share.item() / self.size, 4), "bubble_share_expected": round(expected, 4)}
 
     # ---- (3) ----
@@ -290,7 +286,7 @@ class Pipeline(Strategy):
         return self.collected(model.state_dict(), keep)
 
     def saving_whole(self, model: nn.Module) -> AbstractContextManager:
-        return self.cut.saving()
+        return self.cut.whole()
 
     def load_adapters(self, folder: Path) -> bool:
         """Adapters are peft's to read, unless they are sharded."""
