@@ -18,8 +18,8 @@ Rows have one length, so that all ranks have the same work. Collectives and thei
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import math
 import os
 import platform
 import statistics
@@ -128,29 +128,7 @@ def what_limits(alone: dict, row: dict) -> str:
     )
 
 
-def draw(rows: list[dict], output: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4.5))
-    most = max(row["processes"] for row in rows)
-    axes.plot([1, most], [rows[0]["pairs_per_second"] * n for n in (1, most)], "k:", label="efficiency 1")
-    for preset in dict.fromkeys(row["preset"] for row in rows[1:]):
-        points = [rows[0], *(row for row in rows if row["preset"] == preset)]
-        axes.plot([p["processes"] for p in points], [p["pairs_per_second"] for p in points], marker="o", label=preset)
-    axes.set(xlabel="processes", ylabel="pairs per second", xticks=sorted({row["processes"] for row in rows}))
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(output / "scaling.png", dpi=120)
-
-
 def run(options: argparse.Namespace) -> None:
-    if options.output and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--output draws with matplotlib, which is not installed. Run: pip install -e '.[plot]'")
     if max(options.processes) < 2:
         raise UsageError(f"--processes {options.processes}: scaling needs a number above 1 beside the one alone.")
     packages = {name: version(name) for name in ("torch", "transformers", "accelerate")}
@@ -175,8 +153,7 @@ def run(options: argparse.Namespace) -> None:
         "what_limits": reasons,
     }
     (options.output / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    draw(rows, options.output)
-    print(f"written: {options.output}/results.json and scaling.png")
+    print(f"written: {options.output}/results.json")
 
 
 # (2): what every process runs ---------------------------------------------------------------------------------------
@@ -283,15 +260,8 @@ def collectives(events: list[dict]) -> dict[str, dict[str, float]]:
         seconds[name] += event.get("dur", 0) / 1e6
         for shape, kind in zip(shapes, event["args"].get("Input type", []), strict=False):
             rows = shape if shape and isinstance(shape[0], list) else [shape]  # a list of tensors, or one
-            nbytes[name] += sum(TYPE_BYTES.get(kind, 4) * _product(one) for one in rows if one)
+            nbytes[name] += sum(TYPE_BYTES.get(kind, 4) * math.prod(one) for one in rows if one)
     return {name: {"count": count[name], "bytes": nbytes[name], "seconds": seconds[name]} for name in sorted(count)}
-
-
-def _product(numbers: list[int]) -> int:
-    product = 1
-    for number in numbers:
-        product *= number
-    return product
 
 
 def main() -> None:
@@ -308,7 +278,7 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="autocast, as Trainer's bf16")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a run")
     parser.add_argument("--repeats", type=int, default=3, help="runs of every setting")
-    parser.add_argument("--output", type=Path, help="write results.json and scaling.png into this folder")
+    parser.add_argument("--output", type=Path, help="write results.json into this folder")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # set for the processes that this one starts
     options = parser.parse_args()
     with exit_on_usage_error():

@@ -173,13 +173,17 @@ def their_model(
 
 
 def their_trainer(loss: str, columns: list[str], work: Work, setting: dict, callback: Turns) -> Callable:
-    model = their_model(work.folder, work.device, setting := dict(setting))
+    is_late = loss == "CachedMultiVectorMultipleNegativesRankingLoss"
+    model = their_model(work.folder, work.device, setting := dict(setting), *([MultiVectorEncoder] if is_late else []))
     guide = {"guide": their_model(work.guide, work.device), "temperature": TEMPERATURE} if "GIST" in loss else {}
-    trainer = SentenceTransformerTrainer(
+    kinds = (MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments, multi_vector_losses)
+    of_vectors = (SentenceTransformerTrainer, SentenceTransformerTrainingArguments, losses)
+    trainer_class, arguments, module = kinds if is_late else of_vectors
+    trainer = trainer_class(
         model=model,
-        args=SentenceTransformerTrainingArguments(batch_sampler=in_order, **common(work)),
+        args=arguments(batch_sampler=in_order, **common(work)),
         train_dataset=work.rows.select_columns(columns),
-        loss=getattr(losses, loss)(model, **guide, **setting),
+        loss=getattr(module, loss)(model, **guide, **setting),
         callbacks=[callback],
     )
     return trainer.train
@@ -210,18 +214,6 @@ def our_trainer(loss: str, columns: list[str], work: Work, setting: dict, callba
     return trainer.train
 
 
-def their_multi_vector_trainer(columns: list[str], work: Work, setting: dict, callback: Turns) -> Callable:
-    model = their_model(work.folder, work.device, setting := dict(setting), MultiVectorEncoder)
-    trainer = MultiVectorEncoderTrainer(
-        model=model,
-        args=MultiVectorEncoderTrainingArguments(batch_sampler=in_order, **common(work)),
-        train_dataset=work.rows.select_columns(columns),
-        loss=multi_vector_losses.CachedMultiVectorMultipleNegativesRankingLoss(model, **setting),
-        callbacks=[callback],
-    )
-    return trainer.train
-
-
 COMPARISONS = {
     "mnr": Comparison(
         "MultipleNegativesRanking",
@@ -242,7 +234,7 @@ COMPARISONS = {
     ),
     "late": Comparison(
         "late interaction, 128 dimensions",
-        partial(their_multi_vector_trainer, COLUMNS),
+        partial(their_trainer, "CachedMultiVectorMultipleNegativesRankingLoss", COLUMNS),
         partial(our_trainer, "late_interaction", COLUMNS),
         is_late=True,
     ),

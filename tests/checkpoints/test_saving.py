@@ -1,9 +1,7 @@
 """Saving and resuming through DistTrainer in this process: order, damage, disks that are full, what resuming needs."""
 
 import errno
-import importlib.util
 import itertools
-import json
 import logging
 import os
 import shutil
@@ -25,7 +23,6 @@ from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.training import final_model
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.launching import ROOT
 from tests.tiny_models import embedding_model
 from tests.training.test_trainer import Tiny, collate
 
@@ -488,21 +485,6 @@ def test_a_final_model_that_does_not_fit_takes_no_file_of_others_with_it(tmp_pat
         assert left == others | {"model.safetensors": "of the run before"}
     else:
         assert left == others | {"model.safetensors": "of this run", "1_Pooling/config.json": "of this run"}
-
-
-def test_the_benchmark_of_saves_prints_ratios(tmp_path, monkeypatch, capsys):
-    path = ROOT / "scripts" / "benchmark_checkpoints.py"
-    spec = importlib.util.spec_from_file_location("benchmark_checkpoints", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    words = ["--width", "32", "--layers", "2", "--saves", "1", "--output", str(tmp_path / "found.json")]
-    monkeypatch.setattr("sys.argv", [str(path), *words])
-    monkeypatch.setattr(module.os, "sync", lambda: None)
-    module.main()
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["Trainer"]["ratios"] == [1.0, 1.0] and len(found) == 4
-    assert found["ours, last layer trains"]["bytes"] < found["ours"]["bytes"]
-    assert "ours, no hashes" in capsys.readouterr().out
 
 
 def test_adapters_go_on_from_a_checkpoint_of_an_engine_that_casts_the_base(tmp_path):
