@@ -282,10 +282,6 @@ class Strategy:
         """What `kind.from_pretrained` gives: of a model whose layers are split, this rank's part of them."""
         return kind.from_pretrained(folder, **options)
 
-    def load_adapters(self, folder: Path) -> bool:
-        """Every rank reads its part of a folder of adapters; False: peft reads it, or it holds none."""
-        return False
-
     def holds_own_format(self, folder: Path) -> bool:
         """With `reads_own_format`: whether a checkpoint's weights are in it."""
         return True

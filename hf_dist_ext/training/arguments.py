@@ -169,8 +169,7 @@ class DistTrainingArguments(TrainingArguments):
     sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] | None = option(
         None,
         "What FSDP shards. FULL_SHARD: weights are whole only while a layer runs. SHARD_GRAD_OP: from forward to "
-        "backward. HYBRID_SHARD: sharded inside a machine, copied between them. NO_SHARD: DDP. Null: the preset's. "
-        "With pipelines: FULL_SHARD or SHARD_GRAD_OP over the pipelines; null: each has all weights of its stages.",
+        "backward. HYBRID_SHARD: sharded inside a machine, copied between them. NO_SHARD: DDP. Null: the preset's.",
     )
     sharding_group_size: int | None = option(
         None, "Processes that share one copy of the model under HYBRID_SHARD. Null: those of a machine."
@@ -196,9 +195,7 @@ class DistTrainingArguments(TrainingArguments):
         "which the chunks of a batch go. Under tensor parallelism: groups of processes, each of which splits its "
         "layers. Null: the model is not cut.",
     )
-    pipeline_schedule: (
-        Literal["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "zero_bubble", "zero_bubble_v"] | None
-    ) = option(
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] | None = option(
         None,
         "In which order the processes of a pipeline work on chunks: how long they wait for each other, and how many "
         "chunks are under way at once. Null: 1f1b.",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from hf_dist_ext.policy import CUT_BACKWARDS, stages_per_rank  # noqa: E402
+from hf_dist_ext.policy import stages_per_rank  # noqa: E402
 from hf_dist_ext.strategies.pipeline.schedules import SCHEDULES  # noqa: E402
 from tests.distributed.forked import look  # noqa: E402
 from tests.parity import exactness_worker  # noqa: E402
@@ -36,42 +36,23 @@ PIPELINE_CASES = [
     "accumulation, temperature", "decoder, LoRA", "XLM-R, three columns", "ModernBERT, accumulation, clipped",
     "frozen layers",
 ]  # fmt: skip
-DECODERS = [
+SPLIT = [  # under tensor parallelism
     "decoder, last token, left padding", "decoder without norms in attention", "decoder, accumulation, temperature",
     "decoder, first half frozen", "decoder, frozen layers", "decoder, frozen, trained projection",
     "decoder, three columns, gradient checkpointing", "bf16 against float32, decoder, chunks: 8",
-    "decoder, LoRA", "decoder, LoRA, accumulation, clipped",
 ]  # fmt: skip
-SPLIT = [  # under tensor parallelism
-    *DECODERS,
-    "chunk 4, does not divide", "three columns, 3 hard negatives", "XLM-R, three columns", "gradient checkpointing",
-    "LoRA", "max_grad_norm", "accumulation, temperature", "dropout",
-]  # fmt: skip
-FUSED = "ModernBERT, accumulation, clipped"  # not where FSDP2 shards what groups split
-# name -> preset, processes, arguments beside a schedule, cases
-LAYOUTS = {
-    "PP 2 x TP 2": ("multi_gpu_3d", 4, {}, [*SPLIT, FUSED]),
-    "PP 2 x FSDP2 2": ("multi_gpu_pp", 4, {"sharding": "FULL_SHARD"}, PIPELINE_CASES),
-    "PP 2 x FSDP2 2 per update": ("multi_gpu_pp", 4, {"sharding": "SHARD_GRAD_OP"}, PIPELINE_CASES),
-    "PP 2 x TP 2 x DP 2": ("multi_gpu_3d", 8, {}, [*SPLIT, FUSED]),
-    "PP 2 x TP 2 x FSDP2 2": ("multi_gpu_3d", 8, {"sharding": "FULL_SHARD"}, SPLIT),
-}
-# name -> layout, schedule
-MESHES = {
-    f"{layout}, {name}": (layout, name)
-    for layout, (_, processes, arguments, _) in LAYOUTS.items()
+MESHES = {  # of pipelines whose layers are split: name -> processes, schedule
+    f"{layout}, {name}": (processes, name)
+    for layout, processes in {"PP 2 x TP 2": 4, "PP 2 x TP 2 x DP 2": 8}.items()
     for name in SCHEDULES
-    if not (arguments.get("sharding") == "FULL_SHARD" and name in CUT_BACKWARDS)
 }
 
 
 def measure_mesh(run: str, *names: str) -> dict[str, dict[str, float]]:
-    """Likewise, of pipelines whose layers are split or sharded: of all cases, or of these."""
-    layout, schedule = MESHES[run]
-    preset, processes, arguments, cases = LAYOUTS[layout]
-    more = {"pipeline_parallel_size": 2, "pipeline_schedule": schedule}
-    rows = ["ranks with different row counts"] * (cases is PIPELINE_CASES)
-    return look(preset, processes, exactness_worker.errors_of, arguments | more, names or [*cases, *rows], 6)
+    """Likewise, of pipelines whose layers are split: of all cases, or of these."""
+    processes, schedule = MESHES[run]
+    arguments = {"pipeline_parallel_size": 2, "pipeline_schedule": schedule}
+    return look("multi_gpu_3d", processes, exactness_worker.errors_of, arguments, names or SPLIT, 6)
 
 
 def measure_pipeline(run: str, *names: str) -> dict[str, dict[str, float]]:
@@ -94,7 +75,7 @@ def column(run: str, rows: list[str]) -> dict[str, dict[str, float]]:
     elif run in PIPELINES:
         take, cases = measure_pipeline, PIPELINE_CASES
     else:
-        take, cases = measure_mesh, LAYOUTS[MESHES[run][0]][3]
+        take, cases = measure_mesh, SPLIT
     names = [name for name in cases if name in rows]
     return take(run, *names) if names or not rows else {}
 

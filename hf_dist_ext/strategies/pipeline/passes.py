@@ -71,9 +71,8 @@ class Line:
         self.cut, self.schedule, self.per_rank = cut, schedule, per_rank
         self.group, self.device, self.precision = group, device, precision
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.places = policy.rank_of_stage(schedule, self.size, per_rank)
-        self.last = len(self.places) - 1
-        self.has_last = self.places[-1] == self.rank
+        self.last = self.size * per_rank - 1  # the number of the last stage, which the last rank has
+        self.has_last = self.rank == self.size - 1
         self.num_chunks = 0  # of the last pass, idle ones counted
         self.trains: list[bool] = []  # per stage
         self.widths: list[tuple[int, torch.dtype]] = []  # per stage but the last: H and dtype of what it gives
@@ -93,8 +92,8 @@ class Line:
         """Before the first chunk: which stages train, and what each gives to the next, from a forward of one row."""
         self.trains, self.widths = [], []
         features, state = first_row(chunk).features, RandomState()
-        for stage, rank in enumerate(self.places):
-            said = None
+        for stage in range(self.last + 1):
+            said, rank = None, stage % self.size
             if rank == self.rank:
                 trains = bool(self.cut.parameters(stage))
                 shape = None
@@ -151,7 +150,7 @@ class Line:
 
     def shared(self, embeddings: Embeddings) -> Embeddings:
         """The last stage's, on every rank."""
-        source = self.places[-1]
+        source = self.size - 1
         shapes = self.told({name: (rows.shape, rows.dtype) for name, rows in embeddings.items()}, source)
         for name, (shape, dtype) in shapes.items():
             rows = embeddings[name] if self.has_last else torch.empty(shape, dtype=dtype, device=self.device)
@@ -243,7 +242,7 @@ class Flow:
         if stage == line.last:
             self.embeddings[number] = output.detach()
         else:
-            self.hand_on("forward", stage + 1, number, output.detach())
+            self.leaving["forward", stage + 1, number] = output.detach().contiguous()
 
     def backward(self, stage: int, number: int) -> None:
         """Of input and weights together."""
@@ -286,16 +285,9 @@ class Flow:
         if hidden is None or not self.line.sends_back(stage):
             return
         gradient = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
-        self.hand_on("backward", stage - 1, number, gradient)
+        self.leaving["backward", stage - 1, number] = gradient.contiguous()
 
     # ---- messages ----
-
-    def hand_on(self, direction: str, to: int, number: int, tensor: torch.Tensor) -> None:
-        """To another stage of this rank, or for the message that comes next."""
-        if self.line.places[to] == self.line.rank:
-            self.box(direction)[to, number] = tensor
-        else:
-            self.leaving[direction, to, number] = tensor.contiguous()
 
     def box(self, direction: str) -> dict[tuple[int, int], torch.Tensor]:
         return self.inputs if direction == "forward" else self.gradients
@@ -323,7 +315,7 @@ class Flow:
         _wait(self.arriving.pop((direction, stage, number), ()))
 
     def message(self, kind: Callable, tensor: torch.Tensor, stage: int) -> list[Any]:
-        peer = self.line.global_rank(self.line.places[stage])
+        peer = self.line.global_rank(stage % self.line.size)
         return dist.batch_isend_irecv([dist.P2POp(kind, tensor, peer, self.line.group)])
 
 
@@ -376,7 +368,7 @@ class PipelinePasses:
                 {name: value.detach().cpu() for name, value in found.metrics.items()},
                 of_parameters,
             )
-        loss, metrics, of_parameters = line.told(said, line.places[-1])
+        loss, metrics, of_parameters = line.told(said, line.size - 1)
         metrics = {name: value.to(line.device) for name, value in metrics.items()}
         of_parameters = [None if one is None else one.to(line.device) for one in of_parameters]
         return Scored(loss.to(line.device), metrics, gradients, parameters, of_parameters)

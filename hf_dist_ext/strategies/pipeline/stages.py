@@ -61,19 +61,17 @@ def layout_of(config: Any) -> BackboneLayout:
     return BackboneLayout(tuple(plan[:at]), "layers", tuple(plan[at + 1 :]))
 
 
-def first_layers(num_layers: int, places: Sequence[int], split: Sequence[int] | None = None) -> list[int]:
+def first_layers(num_layers: int, num_stages: int, split: Sequence[int] | None = None) -> list[int]:
     """The number of the first layer of every stage.
 
     Args:
-        places: the rank of every stage.
-        split: the first layers of all stages but the first; None: by work (`policy.layers_of_stages`).
+        split: the first layers of all stages but the first; None: as `policy.layers_of_stages` deals them.
 
     Raises:
         UsageError: a stage without a layer.
     """
-    num_stages = len(places)
     if split is None:
-        firsts = [0, *accumulate(policy.layers_of_stages(num_layers, places)[:-1])]
+        firsts = [0, *accumulate(policy.layers_of_stages(num_layers, num_stages)[:-1])]
     else:
         firsts = [0, *split]
     if len(firsts) != num_stages:
@@ -90,10 +88,10 @@ def first_layers(num_layers: int, places: Sequence[int], split: Sequence[int] | 
     return firsts
 
 
-def firsts_of(model: nn.Module, places: Sequence[int], split: Sequence[int] | None) -> list[int]:
+def firsts_of(model: nn.Module, num_stages: int, split: Sequence[int] | None) -> list[int]:
     """`first_layers` of a model that will be cut."""
     backbone = base_of(model).transformers_model
-    return first_layers(len(backbone.get_submodule(layout_of(backbone.config).stack)), places, split)
+    return first_layers(len(backbone.get_submodule(layout_of(backbone.config).stack)), num_stages, split)
 
 
 def base_of(model: nn.Module) -> Any:
@@ -157,7 +155,7 @@ class StagedModel:
         self.renew()
 
     def renew(self) -> None:
-        """What stands for the parts of other ranks, with the parameters as they are now."""
+        """Something that passes on stands where the parts of other ranks are."""
         for part in self._left_out:
             part.put(Passed(part.module))
 
@@ -183,10 +181,6 @@ class StagedModel:
 
     def _all(self) -> list[tuple[int, StageModule]]:
         return [(stage, part) for stage, parts in enumerate(self.parts) for part in parts]
-
-    def modules(self) -> list[list[nn.Module]]:
-        """This rank's, of every stage: layers, and what stands before and after them."""
-        return [[part.module for part in self.parts[stage]] for stage in self.own]
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """Those of one of this rank's stages that train."""
@@ -281,7 +275,7 @@ def _part(owner: nn.Module, name: str) -> StageModule:
 def staged(
     kind: type,
     own: Sequence[int],
-    places: Sequence[int],
+    num_stages: int,
     split: Sequence[int] | None,
     finish: Callable[[nn.Module], None] = lambda backbone: None,
 ) -> type:
@@ -292,7 +286,7 @@ def staged(
         kind.__init__(self, config, *arguments, **options)
         self.__class__ = kind
         num_layers = len(self.get_submodule(layout_of(config).stack))
-        for stage, parts in enumerate(parts_of(self, self, first_layers(num_layers, places, split))):
+        for stage, parts in enumerate(parts_of(self, self, first_layers(num_layers, num_stages, split))):
             for part in parts if stage not in own else ():
                 part.module.to("meta")
                 part.put(Passed(part.module))
