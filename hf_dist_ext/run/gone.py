@@ -12,6 +12,11 @@ FIELDS: dict[str, str] = {
     "accelerators, its peak memory, `hf-dist plan` the same figures of the plan. Remove it.",
 }
 
-VALUES: dict[tuple[str, str], str] = {}
+VALUES: dict[tuple[str, str], str] = {
+    ("pipeline_schedule", "looped_bfs"): (
+        'it is gone since 0.3. Use "interleaved_1f1b", which waits as long and holds fewer chunks.'
+    ),
+    ("pipeline_schedule", "zero_bubble_v"): 'it is gone since 0.3. Use "zero_bubble".',
+}
 
 COMMANDS: dict[str, str] = {}
