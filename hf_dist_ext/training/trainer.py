@@ -31,7 +31,6 @@ from hf_dist_ext.checkpoints import facts as run_facts
 from hf_dist_ext.checkpoints import hub, loss_state, resume
 from hf_dist_ext.checkpoints.keeper import Keeper
 from hf_dist_ext.checkpoints.model_files import ModelFiles
-from hf_dist_ext.data import tokenized
 from hf_dist_ext.data.bad_rows import read_apart
 from hf_dist_ext.data.order import sampler_of
 from hf_dist_ext.data.position import DataPosition
@@ -395,11 +394,9 @@ class DistTrainer(Trainer):
         return loader
 
     def _prepare_texts(self) -> None:
-        """Texts are tokenized once where they are read again, and travel without padding."""
+        """Texts travel without padding."""
         if self.loss is None or self.feature_cache is not None:
             return
-        rows = self.data_position.rows_per_micro_batch
-        self.train_dataset = tokenized.tokenized_once(self.train_dataset, self.data_collator, self.args, rows)
         if not self.accelerator.dataloader_config.dispatch_batches:  # such a batch is cut by rows of its tensors
             self.data_collator = getattr(self.data_collator, "as_flat", lambda: self.data_collator)()
 
@@ -423,9 +420,9 @@ class DistTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None):
         if self.loss is not None:
-            train_dataset = dataset = tokenized.rows_of(self.train_dataset if train_dataset is None else train_dataset)
+            train_dataset = self.train_dataset if train_dataset is None else train_dataset
             window = self.data_position.rows_per_micro_batch
-            if (sampler := sampler_of(self.args, dataset, self.data_collator, window)) is not None:
+            if (sampler := sampler_of(self.args, train_dataset, self.data_collator, window)) is not None:
                 return sampler
         return super()._get_train_sampler(train_dataset)
 
