@@ -2,8 +2,7 @@
 
 `encoder.py` is a model whose `encode` shares its rows out over ranks, `evaluators.py` runs evaluators on it, and
 `from_files.py` makes evaluators of what a run file names. Of held-out rows `token_vectors.py` compares the vectors of
-every token, and `retrieval_metrics/` computes figures from ranks. `stream_rows.py` tells the rows of a stream from
-those that fill up a batch.
+every token, and `retrieval_metrics/` computes figures from ranks.
 """
 
 from typing import TYPE_CHECKING
