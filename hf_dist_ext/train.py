@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dist_ext import launched
-from hf_dist_ext.failures import exit_on_usage_error, first_error_only, meet
+from hf_dist_ext.failures import exit_on_usage_error, first_error_only
 from hf_dist_ext.launch import hand_over_if_needed
 from hf_dist_ext.run import lease, record
 from hf_dist_ext.run.config import Run
@@ -61,7 +61,6 @@ def main(
         hand_over_if_needed(run, program, argv)  # (1)
         with StopSignals() as stop, first_error_only():
             try:
-                meet()
                 (act or train)(run)
             finally:
                 # a run that loads or saves has nothing to finish; SIGTERM may be a launcher's, after an error

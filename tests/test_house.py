@@ -93,6 +93,8 @@ def is_allowed(source: str, target: str) -> bool:
         return True
     if home == "run" and other == "checkpoints":
         return target in RUN_READS
+    if home == "strategies" and other == "run":
+        return target == "run.compatibility"
     return other in ALLOWED.get(home, "").split()
 
 

@@ -5,13 +5,11 @@ import json
 import pytest
 import torch
 from datasets import IterableDataset
-from transformers.training_args import OptimizerNames
 
 from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import from_run
-from hf_dist_ext.run import packages
 from hf_dist_ext.tasks.parts import Parts
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -118,8 +116,6 @@ def test_the_devices_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
     ({"load_best_model_at_end": True, "eval_strategy": "no", "save_strategy": "no"},
      'load_best_model_at_end=true, but eval_strategy is "no"'),
     ({"fp16": True}, "fp16=true, and this process computes on a CPU"),
-    ({"optim": "paged_adamw_8bit"}, 'optim="paged_adamw_8bit" needs the package no-such, which is not installed'),
-    ({"use_liger_kernel": True}, "use_liger_kernel=true needs the package no-such"),
     ({"lr_scheduler_kwargs": {"num_cycle": 2}, "lr_scheduler_type": "cosine"},
      'lr_scheduler_kwargs has "num_cycle", and lr_scheduler_type="cosine" takes num_cycles'),
     ({"lr_scheduler_kwargs": {"num_cycles": "two"}, "lr_scheduler_type": "cosine", "warmup_steps": 0},
@@ -152,9 +148,6 @@ def test_the_devices_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
     ({"eval_holdout": ..., "eval_strategy": "steps"}, "no rows to evaluate on"),
 ])  # fmt: skip
 def test_fields_of_a_run_file_that_nothing_reads_are_refused(main, run_file, monkeypatch, capsys, options, words):  # noqa: F811
-    missing = "no_such"  # here or there its package may be installed
-    monkeypatch.setattr(packages, "OPTIMIZERS", dict.fromkeys(packages.OPTIMIZERS, missing))
-    monkeypatch.setattr(packages, "LIGER", missing)
     with pytest.raises(SystemExit) as left:
         main(["--config", run_file(**options)])
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ") or words in line]
@@ -170,12 +163,6 @@ def test_the_hub_is_asked_once_for_a_name_that_it_does_not_have(main, run_file, 
     with pytest.raises(SystemExit):
         main(["--config", run_file(model_name_or_path="tests/task", model_config=..., tokenizer_name=...)])
     assert 'error: Model "tests/task" is neither a folder here' in capsys.readouterr().err
-
-
-def test_every_optimizer_that_is_not_torchs_has_its_package():
-    own = {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"}
-    assert {name.value for name in OptimizerNames if packages.package_of(name.value) is None} == own
-    assert packages.package_of("lion_32bit") == packages.package_of("adamw_8bit") == "bitsandbytes"
 
 
 def test_a_precision_that_is_switched_off_is_not_switched_on_by_the_yaml(main, run_file, monkeypatch, capsys):  # noqa: F811

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import loss_state
 from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
 from hf_dist_ext.data.sampling import refuse_stream
@@ -26,7 +25,6 @@ from hf_dist_ext.frozen.groups import module_groups
 from hf_dist_ext.models.embedder import embedder_of, is_of_sentence_transformers
 from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.run.losses import PAIRS_ALONE
-from hf_dist_ext.run.versions import untested
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training import compiling, metrics
@@ -39,11 +37,6 @@ LOSS_FIELDS = [
     *(f"gradient_cache_chunk_{unit}" for unit in ("size", "tokens", "patches")),
     *("no_duplicates_in_batch", "batch_sampler", "multi_dataset_batch_sampler"),
 ]
-
-
-def warn_of_untested_versions() -> None:
-    for sentence in untested() if launched.rank() == 0 else ():
-        logger.warning_once(sentence)
 
 
 def refuse_objects(model: Any, loss: Any, named: Mapping[str, Any]) -> None:
@@ -176,8 +169,9 @@ def check(run: Any) -> None:
         warn_of_precision(args, run.model, strategy.keeps_float32)
     if loss is not None:
         loss_state.check_optimizer(loss, run.optimizer, run.lr_scheduler)
-        strategy.check(bool(run.loss_parameters()), run.chunk_budget is not None)
-        compiling.check(run.accelerator.state.dynamo_plugin, strategy)
+        is_automatic = "auto" in (args.gradient_cache_chunk_size, args.num_kept_graphs)
+        strategy.check(bool(run.loss_parameters()), is_automatic)
+        compiling.check(run.accelerator.state.dynamo_plugin)
         if args.uses_gradient_cache:
             _check_model(run.model, args)
         _check_outputs(model, loss)
