@@ -38,7 +38,7 @@ from hf_dist_ext.data.sentence_collator import SentenceCollator
 from hf_dist_ext.engine.budget import ChunkBudget
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.evaluation import evaluators, stream_rows
+from hf_dist_ext.evaluation import evaluators
 from hf_dist_ext.evaluation.encoder import dist_encoder
 from hf_dist_ext.evaluation.token_vectors import as_prediction
 from hf_dist_ext.failures import activity
@@ -165,7 +165,7 @@ class DistTrainer(Trainer):
     def _make_parts(self) -> None:
         args, loss = self.args, self.loss
         # Trainer makes the loaders of `evaluate` and `predict` with it.
-        vars(self)["_get_dataloader"] = partial(stream_rows.loader, self, self._get_dataloader)
+        vars(self)["_get_dataloader"] = partial(metrics.loader, self, self._get_dataloader)
         self.data_position = DataPosition(self, collectives.exchange)
         self.keeper = Keeper(args, loss, lease.check)
         fitting = FittingSizes(args) if loss is not None and args.uses_gradient_cache else None
@@ -798,7 +798,6 @@ class DistTrainer(Trainer):
         and labels; the loss of the training step."""
         if self.loss is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self.gather_function = stream_rows.gathered_of(self, inputs)
         loss, embeddings, facts = self.step.score_only(model, inputs)
         if prediction_loss_only or (len(embeddings) == 1 and isinstance(self.compute_metrics, metrics.PairMetrics)):
             return loss, None, None
