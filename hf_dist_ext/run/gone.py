@@ -8,4 +8,9 @@ FIELDS: dict[str, str] = {}
 
 VALUES: dict[tuple[str, str], str] = {}
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "encode": "gone since 0.3. SentenceTransformer(DIR).encode does it: docs/after-training.md has an example.",
+    "mine": "gone since 0.3. mine_hard_negatives of sentence_transformers.util does it: docs/after-training.md has an "
+    "example.",
+    "push": "gone since 0.3. Run: hf upload REPO_ID DIR . --exclude 'checkpoint-*'",
+}

@@ -24,14 +24,16 @@ from huggingface_hub import HfApi, constants
 from transformers import set_seed
 
 from hf_dist_ext import launched, policy
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.checkpoints import hub
+from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.evaluation import evaluators
 from hf_dist_ext.failures import joining
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.fields import show
+from hf_dist_ext.run.files import upload_command
 from hf_dist_ext.run.rules import closest_folder
 from hf_dist_ext.tasks import options
-from hf_dist_ext.training import console, same_run
+from hf_dist_ext.training import console, model_card, same_run
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.meter import MetricsFile
 from hf_dist_ext.training.metrics import similarity_of
@@ -268,6 +270,17 @@ def check_available(run: Run) -> None:
 def hints(run: Run) -> list[str]:
     """Lines printed at the end; "{folder}" is where the model is."""
     return _module(run).hints(run)
+
+
+def push_at_end(trainer: DistTrainer, folder: Path) -> None:
+    """The model, with a card that names the repository. RunError names the command that pushes later."""
+    args, later = trainer.args, upload_command(folder, trainer.hub_model_id)
+    later += " --private" * bool(args.hub_private_repo) + f" --revision {args.hub_revision}" * bool(args.hub_revision)
+    remedy = f"The model and its card are in {folder}. Push them with: {later}"
+    model_card.named(folder, trainer.hub_model_id)
+    with hub.reached("the push at the end of the run failed", remedy, args.hub_token, RunError):
+        hub.push_saved(trainer, "End of training", revision=args.hub_revision)
+    print(f"pushed:   {trainer.hub_model_id}")
 
 
 def _module(run: Run) -> ModuleType:
