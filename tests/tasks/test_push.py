@@ -23,7 +23,6 @@ from tests.test_train_script import TEXTS, main, run_file  # noqa: F401, fixture
 
 TOKEN, REPO = "hf_SECRET", "someone/model"
 LEFT_OUT = [
-    "measured.json",
     "checkpoint-2/model.safetensors",
     "checkpoint-2/optimizer.pt",
     "optimizer.pt",
