@@ -8,6 +8,7 @@ alone, and what saving writes into a model's configuration on the rank that save
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
