@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -245,13 +245,6 @@ def loading_errors(name: str) -> Iterator[None]:
         ) from error
     finally:
         theirs.setLevel(level)
-
-
-def refuse_bytes(rows: Dataset, columns: Iterable[str], name: str) -> None:
-    """Raises UsageError where a text is none: Arrow reads the JSON of any bytes."""
-    with loading_errors(name):
-        for column in columns:
-            rows.data.column(column).validate(full=True)
 
 
 def first_features(path: Path) -> datasets.Features | None:

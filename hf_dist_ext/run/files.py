@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,8 @@ def _parse_yaml(path: Path, text: str) -> Any:
         at = getattr(error, "problem_mark", None)
         place = f"line {at.line + 1}, column {at.column + 1}: " if at else ""
         raise UsageError(f"{path} is not YAML: {place}{getattr(error, 'problem', None) or error}. Mend it.") from None
+
+
+def upload_command(folder: str | Path, repo_id: str | None) -> str:
+    """What pushes the folder of a run, without the checkpoints that lie in it."""
+    return f"hf upload {repo_id or 'REPO_ID'} {shlex.quote(str(folder))} . --exclude 'checkpoint-*'"

@@ -47,6 +47,7 @@ from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.frozen.run_mode import fully_frozen_roots
 from hf_dist_ext.models.embedder import embedder_of, is_of_sentence_transformers
 from hf_dist_ext.run import lease
+from hf_dist_ext.run.files import upload_command
 from hf_dist_ext.run.preemption import remove_mark
 from hf_dist_ext.strategies import choose, collectives
 from hf_dist_ext.strategies.base import Strategy, meanwhile
@@ -703,7 +704,7 @@ class DistTrainer(Trainer):
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         given, folder = token or self.args.hub_token, self.args.output_dir
-        later = f"hf-dist push {folder} {self.args.hub_model_id or 'REPO_ID'}"
+        later = upload_command(folder, self.args.hub_model_id)
         remedy = f"Or train without push_to_hub, and push the folder when the hub can be reached: {later}"
         is_asked = self.has_own_arguments and self.is_world_process_zero()
         with hub.reached("push_to_hub=true", remedy, given) if is_asked else nullcontext():
