@@ -79,9 +79,7 @@ def imports(name: str) -> set[str]:
 
 # What is imported where an embedder is trained or evaluated.
 OF_SENTENCE_TRANSFORMERS = (
-    "evaluation.corpus",
     "evaluation.from_files",
-    "evaluation.mteb_task",
     "models.from_run",
     "tasks.embedding",
     "tasks.lengths",

@@ -58,14 +58,17 @@ def stream(folder):
     made.get_train_dataloader()
 
 
-def without_loss(folder, **options):
+def without_loss(folder, pipeline_parallel_size=None, **options):
     args = DistTrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], **options)
+    args.pipeline_parallel_size = pipeline_parallel_size  # refused in one process
     return DistTrainer(Tiny(), args, train_dataset=[0])
 
 
 @pytest.mark.parametrize("build, words", [
     (lambda path: without_loss(path, gradient_cache_chunk_size=4), "gradient_cache_chunk_size=4 needs a loss"),
     (lambda path: without_loss(path, no_duplicates_in_batch=True), "no_duplicates_in_batch=True needs a loss"),
+    (lambda path: without_loss(path, pipeline_parallel_size=2, gradient_cache_chunk_size=4),
+     "pipeline_parallel_size=2 needs a loss over embeddings"),
     (lambda path: trainer(path, label_smoothing_factor=0.1), "label_smoothing_factor=0.1"),
     (lambda path: trainer(path, auto_find_batch_size=True), "the batch is part of the loss"),
     (lambda path: trainer(path, optim="lomo"), "optim='lomo' updates weights inside of backward"),
@@ -99,6 +102,7 @@ def test_the_devices_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
     ({"is_causal": False, "use_lora": True}, "is_causal=false with use_lora: adapters"),
     ({"is_causal": True}, "is_causal=true, and BertModel of the installed"),
     ({"bf16_full_eval": True}, "would round the weights that are saved behind it"),
+    ({"loss": None, "pipeline_parallel_size": 2}, "pipeline_parallel_size=2 needs a loss over embeddings"),
     ({"eval_steps": 2}, "eval_steps=2 has no effect without eval_strategy"),
     ({"eval_strategy": "steps", "save_strategy": "epoch", "load_best_model_at_end": True},
      "requires the save and eval strategy to match, except when --save_strategy=\"best\", but found - Evaluation"),

@@ -16,7 +16,7 @@ from hf_dist_ext.run.fields import is_secret
 
 PACKAGES = (
     "hf_dist_ext", "torch", "transformers", "accelerate", "datasets", "peft", "tokenizers", "safetensors",
-    "huggingface_hub", "numpy", "sentence-transformers", "deepspeed", "bitsandbytes", "flash-attn", "mteb",
+    "huggingface_hub", "numpy", "sentence-transformers", "deepspeed", "bitsandbytes", "flash-attn",
 )  # fmt: skip
 SETTINGS = tuple("ACCELERATE_ CUDA_ GLOO_ HF_ HIP_ NCCL_ OMP_ ROCR_ SLURM_JOB_NUM TORCH".split())
 

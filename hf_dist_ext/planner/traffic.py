@@ -184,6 +184,5 @@ def arithmetic(case: Case) -> float:
         cost = work.work(column, "nothing", case.parts)
         runs_again = cost.backward > 0 and not case.encodes_once
         forwards = 1 + (case.is_chunked + case.settings.is_checkpointed) * runs_again
-        usual = column.rows * column.usual / column.length  # rows of the greatest length
-        total += 2 * usual * work.accumulation * (forwards * cost.forward + cost.backward)
+        total += 2 * column.rows * work.accumulation * (forwards * cost.forward + cost.backward)
     return total

@@ -30,12 +30,6 @@ class BatchColumn:
     tower: str = "backbone"
     images: int = 0
     patches: int = 0  # of a row's pictures
-    tokens: float | None = None  # of a row on average, where the data was looked at
-
-    @property
-    def usual(self) -> float:
-        """Tokens of a row on average, as far as is known."""
-        return self.length if self.tokens is None else self.tokens
 
 
 @dataclass(frozen=True)

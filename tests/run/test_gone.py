@@ -38,3 +38,11 @@ def test_a_command_that_is_gone_is_refused_with_what_to_do(name, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([name, "--model", "folder"])
     assert end.value.code == 2 and capsys.readouterr().err.rstrip().endswith(gone.COMMANDS[name])
+
+
+@pytest.mark.parametrize("name", gone.EVALUATIONS)
+def test_an_evaluation_that_is_gone_is_refused_with_what_to_do(name, tmp_path):
+    for entry in ({"type": name, "path": "a/b"}, {"type": "retrieval", "path": "a/b", name: 8}):
+        with pytest.raises(UsageError) as refusal:
+            load_run(asked(tmp_path, evaluations=[entry]))
+        assert str(refusal.value).endswith(gone.EVALUATIONS[name])
