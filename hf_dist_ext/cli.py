@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hf_dist_ext import __version__
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import LIKENESS, UsageError
 from hf_dist_ext.failures import end_with_reader, exit_on_usage_error
 from hf_dist_ext.run import examples, gone
 from hf_dist_ext.train import bars_on_a_terminal_only
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
                 self.exit(2, f"error: hf-dist {given}: {gone.COMMANDS[given]}\n")
         elif message.startswith(UNEXPECTED):
             given, among = message.removeprefix(UNEXPECTED).split()[0], [*self._option_string_actions]
-        near = difflib.get_close_matches(given, among, 1)
+        near = difflib.get_close_matches(given, among, 1, LIKENESS)
         closest = f" Closest: {near[0]}." if near else ""
         self.exit(2, f"error: {message}.{closest} {self.prog} --help says what there is.\n")
 
@@ -241,7 +241,7 @@ def _check_flags(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
     known = fields_of_run_file()
     for name in (word[2:].partition("=")[0] for word in overrides if word.startswith("--")):
-        near = difflib.get_close_matches(name, [*(vars(arguments).keys() - {"act", "command"}), *known], 1, 0.8)
+        near = difflib.get_close_matches(name, [*(vars(arguments).keys() - {"act", "command"}), *known], 1, LIKENESS)
         if name not in known and near and near[0] not in known:
             raise UsageError(f"--{name} is not an option of this command. Closest: --{near[0]}.")
 

@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import LIKENESS, UsageError
 from hf_dist_ext.run.fields import kind_of
 
 YAML = (".yaml", ".yml")
@@ -29,7 +29,7 @@ def read_fields(path: Path) -> dict[str, Any]:
         content = _parse_yaml(path, text) if path.suffix in YAML else _parse_json(path, text)
     except FileNotFoundError:
         names = [one.name for one in path.parent.glob("*") if one.suffix in (".json", *YAML)]
-        near = difflib.get_close_matches(path.name, names, 1, 0.4)
+        near = difflib.get_close_matches(path.name, names, 1, LIKENESS)
         hint = f"Closest: {path.parent / near[0]}" if near else "Give the path of a JSON or YAML file."
         raise UsageError(f"--config {path}: no such file. {hint}") from None
     except RecursionError:

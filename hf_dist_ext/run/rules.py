@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dist_ext import launched
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import LIKENESS, UsageError
 from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.config import NEEDS, Run, RunConfig
 from hf_dist_ext.run.evaluations import parse_evaluations
@@ -186,7 +186,7 @@ def closest_folder(name: str) -> str:
         beside = [one.name for one in path.parent.iterdir() if one.is_dir()]
     except OSError:
         return ""
-    near = difflib.get_close_matches(path.name, beside, 1)
+    near = difflib.get_close_matches(path.name, beside, 1, LIKENESS)
     return f'Closest: "{path.parent / near[0]}". ' if near else ""
 
 
