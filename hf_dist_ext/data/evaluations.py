@@ -31,12 +31,10 @@ from datasets import Dataset
 
 from hf_dist_ext.data.collator import as_list
 from hf_dist_ext.data.columns import columns_of, require_column
-from hf_dist_ext.data.encoding import refuse_other_encoding
 from hf_dist_ext.data.load import (
     loading_errors,
     open_here,
     open_splits,
-    opened,
     path_of,
     place_of,
     say_what_is_not_read,
@@ -204,7 +202,6 @@ def _read_beir(folder: Path, split: str | None) -> tuple[dict[str, Dataset], dic
             table.validate(full=True)  # Arrow reads the JSON of any bytes
             tables[kind] = Dataset(table)
         except pa.ArrowException as error:
-            refuse_other_encoding(str(path), path)
             raise UsageError(
                 f'{path} cannot be read: {error}. Every line is an object with texts "_id" and "text".'
             ) from None
@@ -213,9 +210,8 @@ def _read_beir(folder: Path, split: str | None) -> tuple[dict[str, Dataset], dic
     qrels = _file(folder / "qrels", f"{_choose_split(dict.fromkeys(splits), split, 'qrels')}.tsv")
     try:
         return tables, _read_qrels(qrels)
-    except UnicodeDecodeError:
-        refuse_other_encoding(str(qrels), qrels)
-        raise
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{qrels} is not UTF-8 text: {error}.") from None
 
 
 def _read_qrels(path: Path) -> dict[str, Any]:
@@ -352,7 +348,7 @@ def read_rows(options: RowsEvaluation) -> RowsData:
     names = {name: (options.columns or {}).get(name, name) for name in COLUMNS[type(options)]}
     numbers = names.get("score") or names.get("label")
     config = RunConfig(dataset_name=options.path, dataset_config_name=options.config, label_column=numbers)
-    splits = opened(open_splits, options.path, config)
+    splits = open_splits(options.path, config)
     say_what_is_not_read(options.path)
     split = _choose_split(splits, options.split, options.path)
     dataset, rows = splits[split], {}

@@ -12,6 +12,7 @@ of their embeddings.
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ import torch
 from tqdm import tqdm
 
 from hf_dist_ext import launched
-from hf_dist_ext.data.storage import reserve
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.tasks.rows import StoredRows, read_rows
 from hf_dist_ext.tasks.serving import load_for_serving, not_written, require_devices, require_new
@@ -136,7 +136,9 @@ def _reserve(unfinished: Path, count: int, width: int) -> None:
     """Room on the disk for all embeddings: without it a full disk would end the process by a signal in the middle."""
     try:
         made = np.lib.format.open_memmap(unfinished, "w+", np.float32, (count, width))
-        reserve(unfinished, made.offset + made.nbytes)
+        if hasattr(os, "posix_fallocate"):  # macOS has no such call
+            with unfinished.open("rb+") as file:
+                os.posix_fallocate(file.fileno(), 0, made.offset + made.nbytes)
     except OSError as error:
         raise not_written(unfinished, error) from error
 

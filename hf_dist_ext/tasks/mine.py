@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset
 
 from hf_dist_ext.data.columns import require_column
-from hf_dist_ext.data.load import open_splits, opened, pick_split, prepare, refuse_bytes
+from hf_dist_ext.data.load import open_splits, pick_split, prepare, refuse_bytes
 from hf_dist_ext.data.row_check import RowCheck
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.folders import resolve_folder
@@ -108,7 +108,7 @@ def _check(asked: Mine) -> None:
 
 def _open(name: str, split: str) -> Dataset:
     run = RunConfig(dataset_name=name)
-    return pick_split(opened(open_splits, name, run), split, name, "--split")
+    return pick_split(open_splits(name, run), split, name, "--split")
 
 
 def _read(asked: Mine) -> Dataset:
