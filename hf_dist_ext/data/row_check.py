@@ -74,8 +74,6 @@ class RowCheck:
             return
         rows = ", ".join(map(str, sorted(self.bad)[:SHOWN])) + (", ..." if count > SHOWN else "")
         more = f", more than max_bad_rows={self.may_be_bad}." if self.may_be_bad else "."
-        if self.may_be_bad == 0:
-            more += f" max_bad_rows={count} would replace such rows."
         raise UsageError(f"{self.first} Rows that cannot be used: {count} ({rows}){more}")
 
     def finish(self) -> set[int]:

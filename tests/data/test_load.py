@@ -532,7 +532,7 @@ def test_a_row_without_text_is_named(tmp_path):
     name, text = write(tmp_path / "e.jsonl", rows), 'row 2 (counted from 0), column "query": every row needs a query'
     counted = "Rows that cannot be used: 4 (2, 5, 7, 9)"
     message = refusal(name)
-    assert text in message and f"{counted}. max_bad_rows=4 would replace" in message
+    assert text in message and message.endswith(f"{counted}.")
     with pytest.raises(UsageError, match=re.escape(f"{counted}, more than max_bad_rows=3.")):
         load_datasets(RunConfig(dataset_name=name), max_bad_rows=3)
     assert len(load_datasets(RunConfig(dataset_name=name), max_bad_rows=4)[0]) == len(rows)
