@@ -40,7 +40,7 @@ from hf_dist_ext.data.sentence_collator import SentenceCollator
 from hf_dist_ext.engine.budget import ChunkBudget
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.evaluation import evaluators, stream_rows
+from hf_dist_ext.evaluation import evaluators
 from hf_dist_ext.evaluation.encoder import dist_encoder
 from hf_dist_ext.evaluation.token_vectors import as_prediction
 from hf_dist_ext.failures import activity
@@ -69,7 +69,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.health import EarlyStop, Health, LeaveEvaluation
 from hf_dist_ext.training.meter import OF_OWN_LOSS, PARTS, MetricsFile, Profiler, StepClock, StepMeter
 from hf_dist_ext.training.out_of_memory import FittingSizes
-from hf_dist_ext.training.own_loss import ItemsWatch, OwnLossStep
+from hf_dist_ext.training.own_loss import ItemsWatch
 from hf_dist_ext.training.scaling import Scaling
 from hf_dist_ext.training.sizes import StepSizes
 from hf_dist_ext.training.step import EmbeddingStep
@@ -84,8 +84,7 @@ class DistTrainer(Trainer):
         loss: scores embeddings, `loss(own, everyone, row_offset, ids) -> LossOutput` (see `losses.InfoNCELoss`), and
             takes `targets` too where it reads labels. Batches are then mappings column -> features; the first column
             is the anchor, the second its positive, further ones hold hard negatives. None: the model's own loss,
-            exactly as Trainer; of a SentenceTransformer or MultiVectorEncoder what its own trainer takes then; with
-            `pipeline_parallel_size` a causal language model's, with Trainer's gradients.
+            exactly as Trainer; of a SentenceTransformer or MultiVectorEncoder what its own trainer takes then.
         evaluator: of sentence-transformers, or of your own, or a list of them: called with the model, a
             SentenceTransformer or MultiVectorEncoder, whose `encode` shares its rows out over processes. It needs no
             `eval_dataset`.
@@ -109,7 +108,6 @@ class DistTrainer(Trainer):
     freeze_watch: freeze.FreezeWatch | None = None
     files: ModelFiles
     step: EmbeddingStep = None  # type: ignore[assignment]  # None without a loss
-    own_loss: OwnLossStep | None = None
     _new_loss: dict[str, Any] | None = None  # the state of a loss that begins anew with every model
     stage: str | None = None  # the name of the run's
     _is_begun = True  # what a `train()` begins with; a loader that somebody asks for begins none
@@ -147,7 +145,6 @@ class DistTrainer(Trainer):
     def _prepare(self, model: nn.Module | None, args: Any, named: dict[str, Any]) -> None:
         """Before Trainer's constructor, whose arguments are `named`: what is refused, who trains, and what a loss over
         embeddings adds to them."""
-        checks.warn_of_untested_versions()
         checks.refuse_objects(model, self.loss, named)
         is_own = isinstance(args, DistTrainingArguments)
         if is_own and not is_of_sentence_transformers(model):
@@ -156,7 +153,6 @@ class DistTrainer(Trainer):
         if self.loss is None:
             if is_own:
                 checks.refuse_without_loss(args)
-            self.strategy = choose.of_own_loss(model, args)
         else:
             sentence_trainer.refuse_hooks(type(self), DistTrainer)
             checks.prepare_arguments(args, named.get("compute_loss_func"))
@@ -171,14 +167,14 @@ class DistTrainer(Trainer):
     def _make_parts(self) -> None:
         args, loss = self.args, self.loss
         # Trainer makes the loaders of `evaluate` and `predict` with it.
-        vars(self)["_get_dataloader"] = partial(stream_rows.loader, self, self._get_dataloader)
+        vars(self)["_get_dataloader"] = partial(metrics.loader, self, self._get_dataloader)
         self.data_position = DataPosition(self, collectives.exchange)
         self.keeper = Keeper(args, loss, lease.check)
-        fitting = FittingSizes(args, loss) if loss is not None and args.uses_gradient_cache else None
+        fitting = FittingSizes(args) if loss is not None and args.uses_gradient_cache else None
         self.health = Health(self, loss is not None or self.freeze_plan is not None, fitting)
         self.keeper.is_guarded = self.health.guard is not None
         self.clock = StepClock(args.device)
-        self.scaling = Scaling(self, self.is_ours)
+        self.scaling = Scaling(self)
         if isinstance(loss, nn.Module):
             loss.to(args.device)
             collectives.take_from_first((state := loss_state.state_of(loss)).values())
@@ -200,8 +196,6 @@ class DistTrainer(Trainer):
         self.image_stand_in = self.make_image_stand_in() if self.is_ours else None
         if self.loss is not None:
             self.step = self._make_step()
-        elif self.strategy.is_cut:
-            self.own_loss = OwnLossStep(self)
         if self._new_loss is not None:
             cast(nn.Module, self.loss).load_state_dict(self._new_loss)
         self.strategy.constructed(self.model)
@@ -229,10 +223,10 @@ class DistTrainer(Trainer):
         if is_ours or self.options.scaling_baseline:
             self.add_callback(self.scaling)
         if patience := self.options.early_stopping_patience:
-            self.add_callback(EarlyStop(patience, self.health))
+            self.add_callback(EarlyStop(patience))
         if steps := self.options.profile_steps:
             self.add_callback(Profiler(steps))
-        self.clock.parts = PARTS if has_loss or self.own_loss is not None else OF_OWN_LOSS if is_ours else ()
+        self.clock.parts = PARTS if has_loss else OF_OWN_LOSS if is_ours else ()
         if self.clock.parts:
             self.add_callback(self.clock)
 
@@ -316,12 +310,12 @@ class DistTrainer(Trainer):
     def _prepare_for_training(self, *arguments: Any, **options: Any):
         prepared = super()._prepare_for_training(*arguments, **options)
         self.strategy.wrapped(self.model_wrapped, self.args, self.loss is not None)
-        if self.is_ours or self.strategy.is_cut:
+        if self.is_ours:
             self.strategy.seed(self.args.seed, self.args.device)
         if self.loss is not None:
             self.step.begin()
             checks.warn_of_accumulation(self.args, self.loss)
-            compiling.announce(self.args, self.strategy, self.bare_model, self.step.sizes.may_pack)
+            compiling.announce(self.args, self.strategy, self.step.sizes.may_pack)
         if self.has_own_arguments:
             self.keeper.begin()
         return prepared
@@ -487,7 +481,6 @@ class DistTrainer(Trainer):
         checkpoint = self.keeper.choose(asked, strategy, getattr(self.accelerator, "scaler", None) is not None)
         resumed = self.keeper.resumed
         learning_rate.keep_effective_batch(self.args, resumed, strategy.rows.size, strategy.fixed_accumulation)
-        self.health.evaluation_is_due = self.args.eval_strategy != "no" and resumed.get("evaluation_due", False)
         return checkpoint
 
     def _fit_checkpoint(self) -> None:
@@ -501,7 +494,6 @@ class DistTrainer(Trainer):
             self.files.dtype_of_base,
             load_adapters=lambda model, folder: super(DistTrainer, self)._load_from_checkpoint(str(folder), model),
             optimizer=self._name_optimizer(),
-            settings=same_run.settings(self.args, self.data_collator, self.bare_model),
             is_search=self.hp_search_backend is not None,
         )
         if has_weights_only:
@@ -552,14 +544,9 @@ class DistTrainer(Trainer):
         begun = super()._init_training_state(max_steps, updates, num_epochs, *more)
         if self.has_own_arguments:
             self.keeper.restore_best_checkpoint(self.state)
-        # An evaluation that is due after the last step needs an epoch to be made up in, of which nothing is trained.
-        return self.data_position.first_batch(begun, self.state, max_steps, num_epochs - self.health.evaluation_is_due)
+        return self.data_position.first_batch(begun, self.state, max_steps, num_epochs)
 
     def _run_epoch(self, **options: Any) -> None:  # type: ignore[override]  # Trainer calls it by names
-        if self.health.evaluation_is_due:
-            self._make_up_evaluation(
-                options["trial"], options["ignore_keys_for_eval"], options["resume_from_checkpoint"]
-            )
         if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
             return  # before the first step: the checkpoint is of a run that had ended
         epoch, loader, num_batches = (options[name] for name in ("epoch", "train_dataloader", "steps_in_epoch"))
@@ -575,14 +562,6 @@ class DistTrainer(Trainer):
         self._save_checkpoint(model, trial)
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-
-    def _make_up_evaluation(self, trial: Any, ignored: Any, checkpoint: str) -> None:
-        with meanwhile(self.health, makes_up=True):
-            figures = self._evaluate(trial, ignored)
-        self.health.evaluation_is_due = False
-        self._determine_best_metric(metrics=figures, trial=trial)
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = checkpoint
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any):
         position = self.data_position
@@ -614,9 +593,6 @@ class DistTrainer(Trainer):
         """Trainer's, with the model's own loss."""
         if self.feature_cache is not None:
             inputs = self.feature_cache.take(inputs, self.args.device)
-        if self.own_loss is not None:
-            self._begin_step(model)
-            return self.own_loss.train(inputs, num_items_in_batch, self.accelerator.sync_gradients)
         accumulated = 1 if self.loss_is_scaled_for_ga is False else self.current_gradient_accumulation_steps
         items = self._items.watched(num_items_in_batch, self.model, accumulated)
         with self.strategy.marking() if self.health.guard is not None else nullcontext():
@@ -625,16 +601,13 @@ class DistTrainer(Trainer):
             self._items.warn_if_unused(self.accelerator.unwrap_model(self.model), accumulated)
         return loss
 
-    def _begin_step(self, model: nn.Module) -> None:
-        """As Trainer's step, where another one replaces it."""
+    def _prepare_embedding_step(self, model: nn.Module) -> None:
+        """As Trainer's step, which is replaced."""
         model.train()
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
             self.optimizer.train()
-
-    def _prepare_embedding_step(self, model: nn.Module) -> None:
-        self._begin_step(model)
         if self.strategy.model is not model:
             mode, own = self.args.gradient_cache_fsdp, self.loss_parameters()
             self.strategy.start(model, mode, own, self.optimizer, has_towers=self.step.sizes.takes_column)
@@ -671,8 +644,6 @@ class DistTrainer(Trainer):
         self.keeper.save(
             Path(self._get_output_dir(trial=trial)),
             self.state,
-            self.strategy,
-            tensors=self.files.tensors(self.optimizer),
             write=self._write_checkpoint,
             facts=self._facts,
             push=partial(hub.push_checkpoint, self),
@@ -703,7 +674,6 @@ class DistTrainer(Trainer):
             **run_facts.of_run(self.args, self.state, self.strategy, self._train_batch_size, self._optimizer_name),
             **of_model,
             **self.data_position.facts(),
-            "evaluation_due": self.health.evaluation_is_due or self.health.evaluation_follows,
             "frozen_fingerprint": self.files.frozen_fingerprint,
             "stage": self.stage,
             "trains": None if self.freeze_plan is None else self.freeze_plan.describe(),
@@ -830,11 +800,8 @@ class DistTrainer(Trainer):
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None):
         """With a loss: (loss, embeddings of anchors and positives, ids or labels), of a single column its embeddings
         and labels; the loss of the training step."""
-        if self.own_loss is not None:
-            return self.own_loss.predict(inputs, prediction_loss_only, self.label_names)
         if self.loss is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self.gather_function = stream_rows.gathered_of(self, inputs)
         loss, embeddings, facts = self.step.score_only(model, inputs)
         if prediction_loss_only or (len(embeddings) == 1 and isinstance(self.compute_metrics, metrics.PairMetrics)):
             return loss, None, None
@@ -853,7 +820,7 @@ class DistTrainer(Trainer):
         self.meter.correct(logs)
         if is_of_steps and self.clock.parts:
             logs.update(self.clock.read())
-        if is_of_steps and (self.loss is not None or self.own_loss is not None):
+        if is_of_steps and self.loss is not None:
             logs.update(self.meter.read(self.args.device))
             logs.update(self.strategy.for_log(logs))
         if "learning_rate" in logs:
@@ -864,10 +831,6 @@ class DistTrainer(Trainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if self.loss is None:
-            before = self.state.num_input_tokens_seen
-            super()._track_num_input_tokens(inputs)  # adds up those of all ranks
-            added = self.state.num_input_tokens_seen - before
-            self.state.num_input_tokens_seen = before + added // self.strategy.rows.shared_by
-            return
-        if self.args.include_num_input_tokens_seen != "no":
+            super()._track_num_input_tokens(inputs)
+        elif self.args.include_num_input_tokens_seen != "no":
             self.state.num_input_tokens_seen += self.meter.count_seen(self.args.include_num_input_tokens_seen)
