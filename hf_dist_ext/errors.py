@@ -22,12 +22,6 @@ class RunError(RuntimeError):
     exit_code = 1
 
 
-class StorageError(RunError):
-    """Files that could not be read for a while: the same command may be started again later."""
-
-    exit_code = 74  # EX_IOERR
-
-
 def in_short(error: UsageError | RunError) -> UsageError | RunError:
     """An error of a loader worker without the worker's traceback around it."""
     kind = type(error)

@@ -236,3 +236,13 @@ def test_a_run_that_is_asked_to_leave_while_it_loads_is_marked(number, is_marked
         for one, handler in before.items():
             signal.signal(one, handler)
     assert left.value.code == REQUEUE and (tmp_path / "out" / MARK).is_file() == is_marked
+
+
+@pytest.mark.parametrize("code, is_queued", [(75, True), (0, False), (1, False), (2, False)])
+def test_the_slurm_script_requeues_a_job_that_was_asked_to_stop(tmp_path, code, is_queued):
+    for name, text in {"python": f"exit {code}", "scontrol": f'echo "$@" >> {tmp_path}/queued'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    here = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "17", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    done = subprocess.run(["bash", ROOT / "scripts/slurm/train.sbatch"], env=here, timeout=300, check=False)
+    assert done.returncode == code and (tmp_path / "queued").is_file() == is_queued
