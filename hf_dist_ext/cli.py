@@ -94,22 +94,19 @@ def main(argv: list[str] | None = None) -> None:
     presets.add_argument("--explain", metavar="NAME", help="what it shards, what travels, when to use it")
 
     plan = command("plan", _plan, "bytes per device for every strategy, and which to take, from the run file alone")
-    _add_run(plan, is_required=False)
-    plan.add_argument("--compare", metavar="RUN_DIR", help="what a run of it measured, beside what was predicted")
-    over = "over all machines; several, as 1,4,8, make a table"
-    plan.add_argument(
-        "--num_devices", type=_list_of(int), help=f"{over} (default: num_processes, else those visible here, else 1)"
-    )
+    _add_run(plan)
+    number = "over all machines (default: num_processes of the run, else those visible here, else 1)"
+    plan.add_argument("--num_devices", type=int, help=number)
     plan.add_argument("--device_memory_gib", type=float, help="of one device (default: that of those here, else 80)")
     plan.add_argument("--num_nodes", type=int, help="machines (default: one for every eight devices)")
     plan.add_argument("--interconnect", choices=["nvlink", "pcie", "ethernet"], help="between devices of a machine")
     cards = "a card by name, such as h100, a100-80, l40s, 4090: memory, speed, links; cpu: this CPU, measured"
-    plan.add_argument("--device", type=_list_of(str), help=f"{cards}; several, as h100,l40s, make a table")
+    plan.add_argument("--device", help=cards)
     plan.add_argument("--host_memory_gib", type=float, help="of a machine (default: twice its devices', at least 64)")
     plan.add_argument("--network_gbps", type=float, help="that a machine sends to others, in Gbit/s (default: 24)")
-    plan.add_argument("--tflops", type=float, help="that a device reaches, as --compare prints them of a run")
+    plan.add_argument("--tflops", type=float, help="that a device reaches (default: a share of the card's peak)")
     plan.add_argument("--num_rows", type=int, help="of the dataset: says how long the run takes")
-    plan.add_argument("--price_per_hour", type=_list_of(float), help="of one device: says what the run costs")
+    plan.add_argument("--price_per_hour", type=float, help="of one device: says what the run costs")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--png", metavar="FILE", help="also draw a stacked bar per strategy")
 
@@ -228,16 +225,6 @@ def _add_push(command: Callable[..., argparse.ArgumentParser]) -> None:
     push.add_argument("--include", nargs="+", default=[], metavar="PATTERN", help="push these files of DIR too")
 
 
-def _list_of(kind: type) -> Callable[[str], list]:
-    def parse(text: str) -> list:
-        try:
-            return [kind(word) for word in text.split(",")]
-        except ValueError:
-            raise argparse.ArgumentTypeError(f'"{text}" is no number, nor several as in 1,4,8') from None
-
-    return parse
-
-
 def _mine(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from hf_dist_ext.tasks.mine import Mine, main
 
@@ -309,19 +296,17 @@ def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:
         print(json.dumps(json_schema(), indent=2))
         return
     from hf_dist_ext.launch import in_words
-    from hf_dist_ext.planner.described import WRONG, words
+    from hf_dist_ext.planner.described import check_data, words
     from hf_dist_ext.run.read import load_run
 
     run = load_run(["--config", arguments.run, *overrides])
     for line in run.echo:
         print(f"# {line}")
     over = [word[2:].partition("=")[0] for word in overrides if word.startswith("--")]
-    said = words(run, *in_words(run), over)
-    for name, text in said.items():
+    for name, text in words(run, *in_words(run), over).items():
         print(f"# {name}: {text}")
     print(json.dumps(run.flat(), indent=2, ensure_ascii=False))
-    if WRONG in said.get("data", ""):
-        sys.exit(1)
+    check_data(run)
 
 
 def _presets(arguments: argparse.Namespace, overrides: list[str]) -> None:
@@ -348,7 +333,7 @@ def _check_flags(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
     known = fields_of_run_file()
     for name in (word[2:].partition("=")[0] for word in overrides if word.startswith("--")):
-        near = difflib.get_close_matches(name, [*(vars(arguments).keys() - {"act", "command"}), *known], 1, 0.6)
+        near = difflib.get_close_matches(name, [*(vars(arguments).keys() - {"act", "command"}), *known], 1, 0.8)
         if name not in known and near and near[0] not in known:
             raise UsageError(f"--{name} is not an option of this command. Closest: --{near[0]}.")
 

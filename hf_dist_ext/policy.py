@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 MOST_WIDENING = 8
 KEPT_WHOLE_SHARE = 0.25  # of a device's memory, that weights or gradients may take whole where they could be sharded
 LOSS_TILE_BYTES = 512 * 2**20  # of all buffers of a tile of scores together
-RING_TILE_BYTES = 128 * 2**20  # the same where candidates go round
 LOSS_TILE_BUFFERS = 4  # logits, mask of known false negatives, two while false negatives are looked for
 WHOLE_LOSS_BUFFERS = 6  # of a loss that compares all pairs at once: scores as compared and as scaled, their gradients
 LOSS_TILE_ROWS = 1024  # enough rows to keep a device busy; more only take memory
@@ -16,9 +15,8 @@ EMBEDDING_COPIES = 4  # of a column's embeddings while the loss is computed: pas
 TOKENS = "tokens"  # the pooling that leaves a vector of every token
 # Whose text model gives the vector of its last position, and so reads texts of one width: all its positions.
 FIXED_WIDTH = frozenset({"siglip", "siglip_text_model", "siglip2", "siglip2_text_model"})
-CHUNKS_PER_COLUMN = 4  # at least, where columns have chunks of their own (chosen, not measured)
 LATE_TILE = (16, 32)  # queries and documents whose tokens meet at once in late interaction
-FSDP_FIELDS = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")  # pipelines: first
+FSDP_FIELDS = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")
 DDP_FIELDS = ("ddp_comm_hook", "ddp_gradient_as_bucket_view", "ddp_static_graph")  # read where DDP runs alone
 SENT_SHARE = 0.01  # of a gradient's elements, by DDP's hooks top_k and random_k
 
@@ -36,61 +34,9 @@ def widening(num_layers: int | None, is_checkpointed: bool) -> int:
     return 1 if is_checkpointed else min(MOST_WIDENING, max(1, (num_layers or 1) // 2))
 
 
-def has_many_chunks(num_columns: int, sizes: Iterable[tuple[float, int | None]]) -> bool:
-    """So many that one more per column, not quite full, is nothing. sizes: of a batch, and the most of it that a chunk
-    takes (None: any number)."""
-    return max((size / most for size, most in sizes if most), default=0) >= CHUNKS_PER_COLUMN * num_columns
-
-
-def width_in_buckets(width: int, multiple: int = 8) -> int:
-    """The next of few widths: every multiple up to the eighth, then four from one power of two to the next."""
-    step = multiple
-    while width > 8 * step:
-        step *= 2
-    return -(-max(1, width) // step) * step
-
-
 def loss_tile_rows(candidates: int, most: int = LOSS_TILE_ROWS, item: int = 4) -> int:
     """Rows that InfoNCE scores at once against all candidates: `most`, or as many as fit the bytes of a tile."""
     return max(1, min(most, LOSS_TILE_BYTES // (LOSS_TILE_BUFFERS * item * max(candidates, 1))))
-
-
-def goes_round(exchange: str, all_rows: int, dimensions: int) -> bool:
-    """Whether InfoNCE's candidates go round the processes: where it is said, or under "auto" where copies of all rows
-    of all ranks would take more than a tile of scores."""
-    gathered = EMBEDDING_COPIES * all_rows * dimensions * 4
-    return exchange == "ring" or (exchange == "auto" and gathered > LOSS_TILE_BYTES)
-
-
-def ring_tile(block_rows: int, most: int = LOSS_TILE_ROWS, item: int = 4) -> tuple[int, int]:
-    """Rows and candidates that meet at once where candidates go round in blocks of so many rows per column."""
-    rows = max(1, min(most, block_rows))
-    return rows, max(1, min(block_rows, RING_TILE_BYTES // (LOSS_TILE_BUFFERS * item * rows)))
-
-
-def ring_bytes(
-    counts: Sequence[Sequence[int]],
-    dimensions: int,
-    is_symmetric: bool = False,
-    has_bf16_products: bool = False,
-) -> int:
-    """What InfoNCE holds where candidates go round, on the rank with most rows: the embeddings, their factors and
-    gradients, up to two blocks that travel, a tile of scores and one of rows. Beside it a rank holds numbers of all
-    ranks' rows: ids, and sums of scores.
-
-    counts: per column (anchors, positives, negatives) the rows of every rank.
-    """
-
-    def most(columns: Sequence[Sequence[int]]) -> int:
-        return max(map(sum, zip(*columns, strict=True)))
-
-    factor = 2 if has_bf16_products else 4  # bytes of what travels, and is multiplied
-    in_flight = factor * min(2, len(counts[0]) - 1)
-    candidates, rows, own = counts[0 if is_symmetric else 1 :], counts[: 2 if is_symmetric else 1], most(counts)
-    rounds = 4 * most(rows) + in_flight * most(candidates), 4 * own + in_flight * most(rows)
-    tile_rows, tile_candidates = ring_tile(max(map(max, counts)))
-    tile = 4 * tile_rows * (LOSS_TILE_BUFFERS * tile_candidates + dimensions)
-    return dimensions * ((4 + factor) * own + max(rounds)) + tile
 
 
 def loss_stage_bytes(
@@ -100,15 +46,13 @@ def loss_stage_bytes(
     candidates: int,
     dimensions: int,
     is_tiled: bool = True,
-    has_bf16_products: bool = False,
 ) -> int:
-    """What the loss holds beside the model where candidates are gathered: copies of the embeddings (of all columns:
+    """What the loss holds beside the model: copies of the embeddings (of all columns:
     own rows, all processes' rows), and a tile of scores of this process's anchors against all candidates. Not tiled:
     all scores of these anchors."""
     tile_rows = min(anchors, loss_tile_rows(candidates)) if is_tiled else anchors
     scores = (LOSS_TILE_BUFFERS if is_tiled else WHOLE_LOSS_BUFFERS) * 4 * tile_rows * candidates
-    copies = EMBEDDING_COPIES + 0.5 * has_bf16_products
-    return int(copies * (own_rows + all_rows) * dimensions * 4 + scores)
+    return EMBEDDING_COPIES * (own_rows + all_rows) * dimensions * 4 + scores
 
 
 def token_products_bytes(candidates: int, tokens: int) -> int:
@@ -202,24 +146,22 @@ def is_known_optimizer(optimizer: str) -> bool:
 
 PIPELINE_SCHEDULE = "1f1b"  # where a run names none
 STAGES_PER_RANK = 2  # where a run says nothing and the schedule has several
-FIXED_STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zero_bubble_v": 2}  # the other schedules have any number
+ONE_STAGE_PER_RANK = ("gpipe", "1f1b")  # the other schedules have any number
 MESSAGES_ON_THE_WAY = 2  # of a direction, that have left and are not waited for
 REDUCED_TOGETHER = 2**28  # elements of gradients that copies of a pipeline average at once
 IN_ROUNDS = ("interleaved_1f1b", "zero_bubble")  # chunks come in rounds of equal length
 SPLIT_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd"})  # whose state is split as the parameter is
-CUT_BACKWARDS = ("zero_bubble", "zero_bubble_v")  # gradients of weights come later than those of a stage's input
 # Model types of which stage after stage was measured to be the whole model (pipeline/stages.py knows their parts).
 IN_STAGES = frozenset({"bert", "llama", "mistral", "modernbert", "qwen2", "qwen3", "roberta", "xlm-roberta"})
 
 
 def stages_per_rank(schedule: str, asked: int | None) -> int:
-    return FIXED_STAGES_PER_RANK.get(schedule) or asked or STAGES_PER_RANK
+    return 1 if schedule in ONE_STAGE_PER_RANK else asked or STAGES_PER_RANK
 
 
-def rank_of_stage(schedule: str, ranks: int, per_rank: int) -> list[int]:
-    """On which rank of a pipeline every stage lies. Down the ranks again and again; as a V, down and up again."""
-    down = list(range(ranks))
-    return [*down, *reversed(down)] if schedule == "zero_bubble_v" else down * per_rank
+def stages_of_rank(rank: int, ranks: int, per_rank: int) -> list[int]:
+    """Stages lie down the ranks of a pipeline, again and again."""
+    return list(range(rank, ranks * per_rank, ranks))
 
 
 def dealt_chunks(schedule: str, ranks: int, needed: int) -> int:
@@ -229,52 +171,32 @@ def dealt_chunks(schedule: str, ranks: int, needed: int) -> int:
     return needed
 
 
-def layers_of_stages(num_layers: int, places: Sequence[int], head: float = 0.0) -> list[int]:
-    """Layers per stage, so that all ranks have as much work as can be: after one layer for each stage, a layer goes to
-    the rank that has least to do, there to the stage that has least, and of equals to the last.
-
-    Args:
-        places: the rank of every stage.
-        head: what follows the last layer for every token, a vocabulary's matrix, in layers. Word embeddings are looked
-            up, and a projection behind the pooling sees one vector per row: neither counts.
-    """
-    counts, last = [1] * len(places), len(places) - 1
-    work = [1 + head * (stage == last) for stage in range(len(places))]
-    of_rank = [sum(w for w, p in zip(work, places, strict=True) if p == rank) for rank in range(max(places) + 1)]
-    for _ in range(num_layers - len(places)):
-        stage = min(range(last, -1, -1), key=lambda stage: (of_rank[places[stage]], work[stage]))
-        counts[stage] += 1
-        work[stage] += 1
-        of_rank[places[stage]] += 1
-    return counts
+def layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
+    """Layers per stage: the same number for all, and one more for the last ones: the first ranks hold more chunks."""
+    each, more = divmod(num_layers, num_stages)
+    return [each + (stage >= num_stages - more) for stage in range(num_stages)]
 
 
-def idle_share(schedule: str, ranks: int, per_rank: int, chunks: int, has_first_pass: bool = True) -> float:
+def idle_share(schedule: str, ranks: int, per_rank: int, chunks: int) -> float:
     """Of the time of a step that a rank waits, where a backward takes twice a forward's time, all stages the same, and
     messages none. For `gpipe` and `1f1b` it is (P - 1) / (M + P - 1), the bubble of GPipe
-    (https://arxiv.org/abs/1811.06965, 2.3). `has_first_pass`: forwards alone go before the training schedule, as they
-    do for a loss over embeddings."""
+    (https://arxiv.org/abs/1811.06965, 2.3). Forwards alone go before the training schedule."""
     missing = max(0, ranks - chunks)  # a round of fewer chunks than ranks waits for its first one
     first = ranks - 1 + (per_rank - 1) * missing  # of the forwards, in forwards of a stage
     training = 3 * first
     if schedule == "zero_bubble":
         training = ranks - 1 + per_rank * missing + (per_rank - 1) * max(0, ranks - 2 * chunks)
-    elif schedule == "zero_bubble_v":
-        first, training = 2 * (ranks - 1), max(ranks - 1, 4 * ranks - 2 - 2 * chunks)
-    idle = training + first * has_first_pass
-    return idle / (idle + (3 + has_first_pass) * per_rank * chunks)
+    idle = training + first
+    return idle / (idle + 4 * per_rank * chunks)
 
 
 def live_chunks(schedule: str, ranks: int, per_rank: int, chunks: int, rank: int) -> list[tuple[int, ...]]:
     """Chunks whose activations a rank holds at once, per stage of its own: every case in which their sum is largest. A
     forward begins to hold them, the backward that ends with gradients of weights gives them up.
 
-    `gpipe` and `looped_bfs` hold all, `1f1b` P - rank, `interleaved_1f1b` (V - 1) P + 2 (P - 1 - rank) + 1 of a stage
-    each, `zero_bubble` V P, `zero_bubble_v` 2 P; never more than there are, and rounds may be longer than P.
+    `gpipe` holds all, `1f1b` P - rank, `interleaved_1f1b` (V - 1) P + 2 (P - 1 - rank) + 1 of a stage each,
+    `zero_bubble` V P; never more than there are, and rounds may be longer than P.
     """
-    if schedule == "zero_bubble_v":
-        both = {(min(chunks, 2 * ranks - rank - i), min(chunks, rank + i)) for i in (0, 1)}
-        return sorted(counts for counts in both if sum(counts) == max(map(sum, both)))
     everything, after = per_rank * chunks, ranks - 1 - rank  # forwards; ranks that follow
     length = chunks // max(1, chunks // ranks) if schedule in IN_ROUNDS else chunks  # of a round
     ahead = {  # forwards before the first chunk is given up; from then on one is for each forward
@@ -293,8 +215,3 @@ def live_chunks(schedule: str, ranks: int, per_rank: int, chunks: int, rank: int
         for done in range(min(ahead, everything - 1), min(everything, ahead + per_rank * length))
     }
     return sorted(cases)
-
-
-def records_cuda_graphs(mode: str | None, backend: str | None) -> bool:
-    """Whether `torch.compile` records CUDA graphs, each of which is for chunks of one shape."""
-    return mode in ("reduce-overhead", "max-autotune") or backend == "cudagraphs"

@@ -41,8 +41,8 @@ def test_a_run_is_explained_with_its_overrides(tmp_path, capsys):
     assert said[1:] == [
         "# processes: 2 (multi_gpu_ddp), no GPU visible: on the CPU",
         "# over the file: per_device_train_batch_size, gradient_accumulation_steps, accelerate_config, use_cpu",
-        f"# data: code-search, built in. Rows were not looked at; hf-dist train {path} --max_steps 1 --output_dir NEW "
-        "checks them all.",
+        f"# data: code-search. It was not opened; hf-dist train {path} --max_steps 1 --output_dir NEW checks "
+        "all of it.",
         "# batch: 32 rows per update = 8 x 2 devices x 2 accumulated",
         "# order of rows: random, seed 42, equal texts in different batches",
         "# trains: all of the model",
@@ -69,52 +69,20 @@ def test_what_a_run_comes_to_is_said_in_words(tmp_path, capsys, fields, words):
     assert [one for one in words if one not in said] == []
 
 
-def write_files(folder, contents):
-    for name, content in contents.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(content)
-
-
 @pytest.mark.parametrize("fields, words", [
-    ({"dataset_name": "a.csv"}, 'data: WRONG: a.csv has the columns question, answer, not query and positive. Map'),
-    ({"dataset_name": "a.csv", "columns": {"query": "question", "positive": "answer"}}, "a.csv with the columns que"),
-    ({"dataset_name": "pairs.json"}, "data: pairs.json with the columns anchor, positive. Rows were not looked at"),
-    ({"dataset_name": "pairs.json", "id_column": "page"}, 'WRONG: id_column: pairs.json has no column "page"'),
-    ({"dataset_name": "saved"}, "saved is here, and its columns were not looked at"),
-    ({"dataset_name": "pictures", "columns": {"query": "caption", "positive": "image"}}, "pictures is here, and its"),
-    ({"dataset_name": "splits"}, "data: splits with the columns query, positive. Rows"),
-    ({"dataset_name": "wrong"}, 'WRONG: wrong has the columns x, not query and'),
-    ({"dataset_name": "lines.json"}, "data: lines.json is here, and its columns were not looked at"),
-    ({"dataset_name": "rare.jsonl", "columns": {"query": "q", "positive": "p", "negative": "n"}}, "rare.jsonl with"),
-    ({"dataset_name": "rare.jsonl", "columns": {"query": "n", "positive": "p"}}, 'WRONG: .* has no column "n"'),
-    ({"dataset_name": "rare.jsonl", "columns": {"query": "q", "positive": "p", "negative": "n"},
-      "eval_dataset_name": "splits"}, "rare.jsonl with .*; splits with the columns query, positive"),
-    ({"dataset_name": "rare.jsonl", "columns": {"query": "q", "positive": "p"}, "eval_dataset_name": "wrong"},
-     'rare.jsonl with .*; WRONG: .* wrong has no column "q". Columns: x'),
-    ({"dataset_name": "nowhere.jsonl"}, "WRONG: nowhere.jsonl is no file or folder here; paths start at /"),
-    ({"dataset_name": "code-search", "eval_dataset_name": "./no"}, "code-search, built in; WRONG: ./no is no file or"),
-    ({"datasets": [{"dataset_name": "some/one", "weight": 1}, {"dataset_name": "latin.csv", "weight": 1}]},
-     "some/one is no file or folder here and was not looked at; WRONG: latin.csv cannot be read: 'utf-8'"),
+    ({"dataset_name": "pairs.json", "eval_dataset_name": "code-search"}, "pairs.json, code-search. It was not opened"),
+    ({"datasets": [{"dataset_name": "some/one", "weight": 1}, {"dataset_name": "pairs.json", "weight": 1}]},
+     "some/one, pairs.json. It was"),
+    ({"dataset_name": "nowhere.jsonl"}, "error: .*: nowhere.jsonl is no file or folder here; paths start at /"),
+    ({"dataset_name": "code-search", "eval_dataset_name": "./no"}, "error: .*: ./no is no file or folder here"),
 ])  # fmt: skip
-def test_a_run_file_is_held_against_the_first_rows_of_its_data(tmp_path, capsys, monkeypatch, fields, words):
+def test_data_that_is_not_here_is_refused_before_anything_starts(tmp_path, capsys, monkeypatch, fields, words):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfquestion,answer\r\na,b\r\n")
-    (tmp_path / "latin.csv").write_bytes(b"query,positive\na,caf\xe9\n")
-    (tmp_path / "pairs.json").write_text('[{"anchor": "a"}, {"anchor": "a", "positive": "b"}]')
-    pair = '{"query": "a", "positive": "b"}'
-    write_files(tmp_path, {
-        "saved/data-00000.arrow": "", "saved/state.json": "{}", "saved/dataset_info.json": '{"x": 1}',
-        "pictures/metadata.jsonl": '{"file_name": "a.png", "caption": "a"}', "pictures/a.png": "",
-        "splits/train.jsonl": pair, "splits/pretrain_notes.jsonl": '{"x": 1}', "splits/.hidden.jsonl": '{"y": 1}',
-        "wrong/train.jsonl": '{"x": 1}', "lines.json": f"\n[\n{pair}\n]",
-        "rare.jsonl": '{"q": "a", "p": "b"}\n' * 1501 + '{"q": "a", "p": "b", "n": "c"}\n',  # every other one is read
-    })  # fmt: skip
+    (tmp_path / "pairs.json").write_text("[]")
     (tmp_path / "run.json").write_text(json.dumps({"model_config": {"model_type": "bert"}, "use_cpu": True} | fields))
-    with pytest.raises(SystemExit) if "WRONG" in words else contextlib.nullcontext() as left:
+    with pytest.raises(SystemExit) if "error" in words else contextlib.nullcontext():
         cli.main(["config", "run.json"])
-    assert left is None or left.value.code == 1
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# data: ")]
-    assert re.search(words, line)
+    assert re.search(words, "".join(capsys.readouterr()))
 
 
 def test_presets_are_listed_with_their_short_names(capsys):
@@ -186,7 +154,7 @@ def test_search_hands_its_words_to_the_search_module(monkeypatch):
         (["config"], "takes a run file"),
         (["trian", "run.json"], "Closest: train."),
         (["plan", "--confg", "run.json"], "Closest: --config."),
-        (["plan", "run.json", "--num_devices", "two"], '"two" is no number'),
+        (["plan", "run.json", "--num_devices", "two"], "invalid int value: 'two'"),
         (["plan", "run.json", "--interconnect", "nvlnk"], "Closest: nvlink."),
         ([], "required"),
     ],

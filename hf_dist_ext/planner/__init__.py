@@ -4,8 +4,7 @@
 `catalog.py` (the ways to spread a run), `memory.py` (bytes per device) and `traffic.py` (what is sent); `devices.py`
 knows what is here, cards by name, and measures the CPU. Pipelines have their own catalog, bytes and traffic in
 `pipelines.py`. `auto.py` answers for `accelerate_config: "auto"`, and `command.py` is `hf-dist plan`: `reasons.py` and
-`report.py` say why, `compare.py` what came of it. `local_files.py` finds a model's files and reads rows of local data,
-of which `lengths.py` samples how long they are. What a forward keeps and computes is a `forward.py`, which torch finds
-once in a process of its own (`traced.py`). `environment.py` lists versions and devices, `described.py` says what a run
-file comes to. Nothing here imports torch.
+`report.py` say why. `local_files.py` finds a model's files. What a forward keeps and computes is a `forward.py`, which
+torch finds once in a process of its own (`traced.py`). `environment.py` lists versions and devices, and `described.py`
+says what a run file comes to. Nothing here imports torch.
 """

@@ -46,7 +46,6 @@ from hf_dist_ext.run.presets import presets
 NEARLY = 1.1  # steps that differ by less are equally long: the figures are rough
 CLEARLY = 1.25  # what needs DeepSpeed beside torch has to be so much quicker
 TWICE = 2  # sharding what fits whole has to be so much quicker: the bytes it saves a hook of DDP saves too
-LORA = "LoRA (at least)"
 MOST_DEVICES = 1024  # that are tried where nothing fits
 WORTH = 0.95  # a change that makes a step as long as this is worth a sentence
 EIGHT_BIT = "adamw_torch_8bit"  # torchao's, whose state FSDP shards
@@ -129,7 +128,7 @@ def plan_workload(work: Workload, hardware: Hardware, available: Collection[str]
     if best is not None and best.strategy.is_deepspeed and (reason := deepspeed_install.why_unusable()):
         plan.notes.append(reason)
     if best is not None:
-        plan.larger, plan.levers, plan.most = _larger(work, best), _levers(work, best), _most(work, best)
+        plan.larger, plan.most = _larger(work, best), _most(work, best)
     if hardware.memory_is_assumed:
         plan.notes.append(
             f"no device is visible here: {hardware.memory_bytes / GIB:.0f} GiB per device are assumed. "
@@ -260,26 +259,6 @@ def _can_be_8_bit(work: Workload, strategy: StrategySpec) -> bool:
     """Not where layers are split, nor with the optimizers of the CPU and of DeepSpeed."""
     is_other = strategy.offloads or strategy.is_deepspeed or strategy.is_tensor_parallel or strategy.pipeline
     return not is_other and work.optimizer.startswith("adamw_torch") and "bit" not in work.optimizer
-
-
-def _levers(work: Workload, best: Option) -> dict[str, float]:
-    """Bytes of a device that one more change would save, the largest first."""
-    now, changes = best.fitted or best.given, {}
-    batch = now.work.batch
-    if not now.settings.is_checkpointed:
-        changes["checkpointing"] = now.with_settings(is_checkpointed=True)
-    if now.is_chunked:
-        if (rows := now.rows_at_once) > 1:
-            changes["half as wide chunks"] = now.with_settings(chunk_rows=rows // 2)
-    elif batch > 1:
-        changes["half the batch"] = replace(now, work=with_batch(now.work, batch // 2))
-    if now.work.optimizer != EIGHT_BIT and _can_be_8_bit(work, best.strategy):
-        changes["an 8-bit optimizer"] = replace(now, work=replace(now.work, optimizer=EIGHT_BIT))
-    shown, whole = best.shown, model_of(work).whole
-    saved = {what: shown.total - changed.needed.total for what, changed in changes.items()}
-    if whole.trained == whole.elements:  # adapters are small beside the model; they save activations too
-        saved[LORA] = shown.gradients + shown.optimizer + (shown.buffers if best.strategy.name == "DDP" else 0.0)
-    return dict(sorted(((what, size) for what, size in saved.items() if size > 0), key=lambda one: -one[1]))
 
 
 def _larger(work: Workload, best: Option) -> Estimate | None:

@@ -1,23 +1,27 @@
 """A parsed run and its model's configuration -> `Workload` (planner/workload.py).
 
-Row lengths are those of the data where it lies here (lengths.py), else upper bounds: `max_length`, or what the model
-takes at most. Both are said in `notes`.
+The data is not opened: rows are as long as `max_length` or the model's folder lets them be, and `notes` says what was
+assumed beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hf_dist_ext import policy
-from hf_dist_ext.planner import lengths
+from hf_dist_ext.planner.local_files import model_file
 from hf_dist_ext.planner.workload import BYTES, TWO_TOWERS, BatchColumn, Workload
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.run.losses import LATE, compares_all_pairs
-from hf_dist_ext.run.sources import GLYPH_SEARCH, all_parts, sources_of
+from hf_dist_ext.run.sources import BUILT_IN, GLYPH_SEARCH, all_parts, sources_of
 
 PAIR = {"query": "query", "positive": "positive"}
 DEFAULT_LENGTH = 512  # where neither the run nor the model bounds it sooner
+MOST_TOKENS = 100_000  # a tokenizer that says more says that it has no limit
+READERS = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json")
 
 
 def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
@@ -66,9 +70,6 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         is_embedding=is_embedding,
         has_tiled_loss=not any(compares_all_pairs(part.loss, part.loss_options) for part in parts),
         sees_all_rows=any(_sees_all_rows(part) for part in parts),
-        exchange=_exchange(parts),
-        is_symmetric=any(part.symmetric for part in parts),
-        has_bf16_products=all(part.bf16_products for part in parts),
         packs=packs,
         notes=tuple(notes),
     )
@@ -79,8 +80,7 @@ def _packs(given: Mapping[str, Any], config: Mapping[str, Any], attention: str |
     asked, attention = given.get("gradient_cache_packing", "auto"), attention or "sdpa"
     if config["model_type"] not in policy.PACKED_FAMILIES:
         return False
-    mode, backend = given.get("torch_compile_mode"), given.get("torch_compile_backend")
-    if policy.records_cuda_graphs(mode, backend) or attention not in ("sdpa", *policy.FLASH) or not asked:
+    if attention not in ("sdpa", *policy.FLASH) or not asked:
         return False
     return asked is True or not policy.why_many_calls(attention, policy.VARLEN_CAPABILITY, is_half, config.get)
 
@@ -101,13 +101,12 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
         return (BatchColumn("rows", rows, length, images=1 if per_image else 0),)
     names, per_picture = _names(fields, notes), config.get("picture", {}).get("tokens", 0)
     pictured = set() if has_towers else _pictured(fields, names, config, notes)
-    limits = {name: lengths.limit_of(fields, name, i == 0) for i, name in enumerate(names)}
+    limits = {name: _limit_of(fields, name, i == 0) for i, name in enumerate(names)}
     is_wide = config["model_type"] in policy.FIXED_WIDTH and fields.max_length is None
     for name, length in limits.items():
         length = longest if is_wide else length or DEFAULT_LENGTH + per_picture * (name in pictured)
         limits[name] = min(longest, length)
-    texts = {name: limit for name, limit in limits.items() if name not in pictured and not is_wide}
-    seen, columns = lengths.sampled(fields, names, texts), []
+    columns = []
     for i, (name, source) in enumerate(names.items()):
         count = rows * (len(source) if isinstance(source, list) and i > 1 else 1)
         is_image = "image" in (name, source) or name in (given.get("image_columns") or ())
@@ -115,21 +114,35 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
             patches = config["picture"]["patches"]
             columns.append(BatchColumn(name, count, patches, tower="image", images=1, patches=patches))
             continue
-        length, of_data = limits[name], seen.get(name)
-        if of_data is not None:
-            length = of_data.most
-            notes.append(of_data.in_words(name))
-        elif not is_wide and lengths.limit_of(fields, name, i == 0) is None:
+        length = limits[name]
+        if not is_wide and _limit_of(fields, name, i == 0) is None:
             notes.append(f"max_length of {name} is not given: counted with rows of {length} tokens.")
-        multiple = given.get("gradient_cache_width_multiple") or 8
-        if given.get("torch_compile"):
-            length = min(max(length, longest), policy.width_in_buckets(length, multiple))
-        else:
-            length = min(longest, -(-length // multiple) * multiple)
+        length = min(longest, -(-length // 8) * 8)  # engine/tables.py, ChunkLimits.width
         tower, images = "text" if has_towers else "backbone", int(name in pictured)
         patches = config["picture"]["patches"] if images else 0
-        columns.append(BatchColumn(name, count, length, tower, images, patches, of_data and of_data.mean))
+        columns.append(BatchColumn(name, count, length, tower, images, patches))
     return tuple(columns)
+
+
+def _limit_of(fields: RunConfig, column: str, is_query: bool) -> int | None:
+    """Tokens at which training cuts the rows of a column: `max_length` of the run file, else what the model's folder
+    or its tokenizer says; None: nothing here says so."""
+    given = fields.max_length.get(column) if isinstance(fields.max_length, Mapping) else fields.max_length
+    if given is not None or not fields.model_name_or_path:
+        return given
+    name, revision = fields.model_name_or_path, fields.model_revision
+    for file in READERS:
+        reading = _json(model_file(name, file, revision))
+        length = reading.get("query_length" if is_query else "document_length") or reading.get("max_seq_length")
+        if length is not None:
+            return int(length)
+    tokenizer = _json(model_file(fields.tokenizer_name or name, "tokenizer_config.json", revision))
+    length = tokenizer.get("model_max_length")
+    return int(length) if length is not None and length < MOST_TOKENS else None
+
+
+def _json(path: Path | None) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
 
 
 def _pictured(fields: RunConfig, names: Mapping[str, Any], config: Mapping[str, Any], notes: list[str]) -> set[str]:
@@ -157,7 +170,9 @@ def _names(fields: RunConfig, notes: list[str]) -> dict[str, str | list[str]]:
     """The columns of a batch; of several datasets those of the one with most texts in a row."""
     sources = sources_of(fields)
     if not sources:
-        return dict(fields.columns or PAIR | lengths.negatives_of(fields))
+        if fields.columns is None and fields.dataset_name not in BUILT_IN:
+            notes.append("columns is not given: counted with a query and a positive in each row.")
+        return dict(fields.columns or PAIR)
     of_each = [source.config.columns or PAIR for source in sources]
     texts = [sum(len(name) if isinstance(name, list) else 1 for name in names.values()) for names in of_each]
     most = texts.index(max(texts))
@@ -167,12 +182,3 @@ def _names(fields: RunConfig, notes: list[str]) -> dict[str, str | list[str]]:
 
 def _sees_all_rows(part: RunConfig) -> bool:
     return (part.loss_options or {}).get("cross_device_negatives", part.cross_device_negatives)
-
-
-def _exchange(parts: Sequence[RunConfig]) -> str:
-    """How candidates meet: "gather" where one of the losses knows no other way."""
-    found = set()
-    for part in parts:
-        of_siglip = (part.loss_options or {}).get("cross_device_exchange", "auto")
-        found.add({"infonce": part.cross_device_exchange, "siglip": of_siglip}.get(part.loss or "", "gather"))
-    return next((name for name in ("gather", "auto") if name in found), "ring")

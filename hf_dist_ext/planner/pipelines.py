@@ -40,7 +40,7 @@ MOST_PARTS = 8  # devices that share layers; more do not pay even inside a machi
 # As strategies/pipeline/options.py refuses them.
 NOT_IN_PIPELINES = (
     "fp16", "torch_compile", "gradient_cache_keep_graph", "frozen_feature_cache", "save_async", *policy.DDP_FIELDS,
-    "bf16_full_eval", "fp16_full_eval", "neftune_noise_alpha", "use_liger_kernel", *policy.FSDP_FIELDS[1:],
+    "bf16_full_eval", "fp16_full_eval", "neftune_noise_alpha", "use_liger_kernel", *policy.FSDP_FIELDS,
 )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def why_not_dealt(work: Workload, hardware: Hardware) -> str:
 
 
 def _pipeline(work: Workload, ranks: int, parts: int) -> PipelineShape:
-    given, sharding = work.given, work.given.get("sharding")
+    given = work.given
     schedule, split = given.get("pipeline_schedule") or policy.PIPELINE_SCHEDULE, given.get("pipeline_split")
     return PipelineShape(
         ranks,
@@ -96,13 +96,12 @@ def _pipeline(work: Workload, ranks: int, parts: int) -> PipelineShape:
         policy.stages_per_rank(schedule, given.get("pipeline_stages_per_rank")),
         None if split is None else tuple(split),
         parts,
-        sharding if sharding in ("FULL_SHARD", "SHARD_GRAD_OP") else "",
     )
 
 
 def _why_not_cut(work: Workload, pipeline: PipelineShape) -> str:
     """ "" where every stage gets a layer."""
-    split, stages = pipeline.split, len(pipeline.places)
+    split, stages = pipeline.split, pipeline.num_stages
     if split is not None and len(split) != stages - 1:
         return f"pipeline_split={list(split)} has {len(split)} numbers, {stages} stages need {stages - 1}"
     if stages <= num_layers(work) and min(layers_of(work, pipeline)) > 0:
@@ -112,7 +111,7 @@ def _why_not_cut(work: Workload, pipeline: PipelineShape) -> str:
 
 
 def _strategy(pipeline: PipelineShape, copies: int) -> StrategySpec:
-    sizes = {"TP": pipeline.parts, "PP": pipeline.ranks, "FSDP" if pipeline.sharding else "DP": copies}
+    sizes = {"TP": pipeline.parts, "PP": pipeline.ranks, "DP": copies}
     name = " x ".join(f"{what} {size}" for what, size in sizes.items() if size > 1)
     shared = "layers split in groups, " if pipeline.parts > 1 else ""
     words = f"{shared}layers over {pipeline.ranks} devices, one after another"
@@ -131,15 +130,7 @@ def layers_of(work: Workload, pipeline: PipelineShape) -> list[int]:
     count = num_layers(work)
     if pipeline.split is not None:
         return [end - first for first, end in zip((0, *pipeline.split), (*pipeline.split, count), strict=True)]
-    return policy.layers_of_stages(count, pipeline.places, head_in_layers(work))
-
-
-def head_in_layers(work: Workload) -> float:
-    """Work of a vocabulary's matrix behind the layers; 0 for an embedding model, which has none."""
-    if work.is_embedding:
-        return 0.0
-    matrices = sum(p.elements for p in work.parameters().values() if p.layer is not None and p.is_multiplied)
-    return work.config["vocab_size"] * work.config["hidden_size"] * num_layers(work) / matrices
+    return policy.layers_of_stages(count, pipeline.num_stages)
 
 
 @functools.lru_cache(maxsize=64)
@@ -162,7 +153,7 @@ class Left:
 
     saved: float  # until the row's backward, with what came in and what was given
     casts: float  # copies of weights, which a chunk has for as long
-    shared_casts: float  # and those that all chunks of a pass share, unless FSDP2 reduces behind every backward
+    shared_casts: float  # and those that all chunks of a pass share
     working: float  # while one chunk's backward runs
     working_casts: float  # copies of weights, meanwhile
     message: float  # to the next stage; the gradient that comes back has as many
@@ -237,11 +228,6 @@ class Staged:
         return policy.idle_share(pipeline.schedule, pipeline.ranks, pipeline.per_rank, self.num_chunks)
 
     @property
-    def num_reductions(self) -> int:
-        """Of a step's gradients over the copies: one per update, or behind every backward."""
-        return self.num_chunks * self.work.accumulation if self.pipeline.frees else 1
-
-    @property
     def gradients(self) -> float:
         """That the copies of a rank reduce together, of the rank with most."""
         return max(sum(unit.trained_stored for unit in self.units(own)) for own in self.pipeline.stages_of_ranks)
@@ -249,8 +235,7 @@ class Staged:
     @property
     def reduced(self) -> float:
         """That a device sends to others for it."""
-        times = (1 if self.pipeline.sharding else 2) * (self.copies - 1) / self.copies
-        return times * self.num_reductions * self.gradients
+        return 2 * (self.copies - 1) / self.copies * self.gradients
 
     def units(self, own: Iterable[int]) -> list[ParameterSums]:
         return [unit for stage in own for unit in self.models[stage].units.values()]
@@ -269,42 +254,31 @@ class Staged:
             ends = (chunks.rows * left[stage].message for chunks, left in self.chunks for stage in _and_before(own))
             needed.buffers += 2 * (policy.MESSAGES_ON_THE_WAY + 1) * max(ends)
             needed.embeddings = loss_bytes(work, copies) if len(self.layers) - 1 in own else 0.0
-            needed.scratch = scratch_bytes(work, sum(u.trained for u in units) / (copies if pipeline.sharding else 1))
+            needed.scratch = scratch_bytes(work, sum(u.trained for u in units))
             needed.framework = framework_bytes(needed, is_alone=False)
             found.append(Rank(sum(self.layers[stage] for stage in own), max(map(sum, live)), needed))
         return found
 
     def _state(self, own: Sequence[int]) -> Bytes:
-        """Weights, gradients and state. Copies that share one set (pipeline/sharded_stages.py) gather weights as
-        they are stored: all for an update, or two units for a chunk; so are gradients. Others average gradients, flat,
-        once per update."""
-        units, copies, frees = self.units(own), self.copies, self.pipeline.frees
-        whole, trained = summed(units), [unit.trained_stored for unit in units]
-        spread = StrategySpec("copies", "", "ogw" if self.pipeline.sharding else "")
-        needed = state_bytes(self.work, whole, spread, copies)
-        if not self.pipeline.sharding:
-            share = min(1.0, policy.REDUCED_TOGETHER / max(whole.trained, 1))
-            needed.buffers = sum(trained) * share if copies > 1 else 0.0
-            return needed
-        stored = sorted((unit.stored for unit in units), reverse=True)
-        needed.weights += sum(stored[:2] if frees else stored)
-        needed.gradients += 0.0 if frees else sum(trained)
-        needed.buffers = stored[0] + (2 if frees else 1) * max(trained)
+        """Weights, gradients and state. Copies average gradients, flat, once per update."""
+        whole = summed(self.units(own))
+        needed = state_bytes(self.work, whole, StrategySpec("copies", ""), self.copies)
+        share = min(1.0, policy.REDUCED_TOGETHER / max(whole.trained, 1))
+        needed.buffers = whole.trained_stored * share if self.copies > 1 else 0.0
         return needed
 
     def held(self, own: Sequence[int], live: Iterable[tuple[int, ...]]) -> tuple[float, float]:
         """Bytes that a rank keeps until backwards: saved values, and copies of weights. `live`: its chunks at once,
         per stage."""
-        cases, frees = [], self.pipeline.frees
+        cases = []
         for case in live:
             saved = casts = 0.0
             for stage, count in zip(own, case, strict=True):
-                if not frees:
-                    casts += max(left[stage].shared_casts for left in self.left.values())
+                casts += max(left[stage].shared_casts for left in self.left.values())
                 for chunks, left in sorted(self.chunks, key=lambda one: -one[0].rows * one[1][stage].saved):  # noqa: B023
                     taken = min(count, chunks.number)
                     saved += taken * chunks.rows * left[stage].saved
-                    casts += taken * (left[stage].casts + left[stage].shared_casts * frees)
+                    casts += taken * left[stage].casts
                     count -= taken
             cases.append((saved, casts))
         return max(cases, key=sum)
@@ -314,12 +288,12 @@ class Staged:
     def messages(self, own: Sequence[int]) -> tuple[float, float]:
         """How many a rank sends, and their bytes: what its stages give, in both passes, and gradients where an earlier
         stage trains."""
-        places, number, size = self.pipeline.places, 0, 0.0
+        number, size = 0, 0.0
         for stage in own:
-            if stage + 1 < len(places) and places[stage + 1] != places[stage]:
+            if stage + 1 < self.pipeline.num_stages:
                 number, size = number + 2 * self.num_chunks, size + 2 * self._given(stage)
             has_gradient = any(model.whole.trained for model in self.models[:stage])
-            if stage and places[stage - 1] != places[stage] and has_gradient:
+            if stage and has_gradient:
                 number, size = number + self.num_chunks, size + self._given(stage - 1)
         return number * self.work.accumulation, size * self.work.accumulation
 
@@ -337,21 +311,6 @@ class Staged:
         return sum(
             rows * column.rows * left[stage].multiply_adds for stage in own for column, left in self.left.items()
         )
-
-    def send_to_copies(self, sums: Traffic, hardware: Hardware) -> None:
-        """Of the rank that has most: gradients once per update; where copies share weights, these once per update, or
-        for every forward and backward of every chunk, and gradients once, or behind every backward."""
-        copies, links = self.copies, between_copies(hardware, self.pipeline.devices)
-        if not self.pipeline.sharding:
-            sums.send("all_reduce", 1, self.gradients, copies, links)
-            return
-        ranks = map(self.units, self.pipeline.stages_of_ranks)
-        units = max(ranks, key=lambda units: sum(unit.stored for unit in units))
-        gathers = 3 * self.num_reductions if self.pipeline.frees else 1
-        stored, trained = [unit.stored for unit in units], [unit.trained_stored for unit in units if unit.trained]
-        sums.send("all_gather", gathers * len(units), gathers * sum(stored), copies, links)
-        reductions = self.num_reductions
-        sums.send("reduce_scatter", reductions * len(trained), reductions * sum(trained), copies, links)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -393,8 +352,9 @@ def traffic(case: Case) -> Traffic:
     if pipeline.parts > 1:
         layers = max(sum(one.layers[stage] for stage in own) for own in pipeline.stages_of_ranks)
         sums.send("all_reduce", *inside_layers(case, layers), pipeline.parts, inside)
-    one.send_to_copies(sums, hardware)
-    sums.send_embeddings(case.work, one.copies, between_copies(hardware, pipeline.devices))
+    between = between_copies(hardware, pipeline.devices)
+    sums.send("all_reduce", 1, one.gradients, one.copies, between)
+    sums.send_embeddings(case.work, one.copies, between)
     sums.arithmetic = max(map(one.operations, pipeline.stages_of_ranks))
     sums.arithmetic_seconds = sums.arithmetic / speed(hardware, case.work.compute_bytes) / (1 - one.bubble_share)
     return sums

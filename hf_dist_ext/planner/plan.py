@@ -160,7 +160,7 @@ class Time:
 
     seconds: float  # of a step
     rows_per_second: float
-    tokens_per_second: float  # at the usual lengths, or at the greatest where the data is not here
+    tokens_per_second: float  # of rows as long as they may be
     hours: float | None
     price: float | None
 
@@ -193,7 +193,6 @@ class Plan:
     larger: Estimate | None = None  # with wider chunks that fit too
     most: Most | None = None
     enough: Plan | None = None  # where nothing fits: of so many more devices that something does
-    levers: dict[str, float] = field(default_factory=dict)  # a change -> bytes of a device that it would save
 
     @property
     def time(self) -> Time:
@@ -201,7 +200,7 @@ class Plan:
         assert self.best is not None
         work, seconds, devices = self.work, self.best.seconds, self.hardware.num_devices
         rows = work.batch * work.accumulation * devices
-        tokens = sum(one.rows * one.usual for one in work.columns) / work.batch
+        tokens = sum(one.rows * one.length for one in work.columns) / work.batch
         fitted = self.best.fitted or self.best.given
         steps = (work.given.get("max_steps") or 0) / fitted.turns  # the run's own steps are of rows that devices share
         if steps <= 0 and self.num_rows:
@@ -284,7 +283,6 @@ class Plan:
                 "command": self.command,
                 "time": self.time.as_dict(),
             },
-            "levers": {what: round(size) for what, size in self.levers.items()},
             "larger_chunks": self.larger
             and {
                 "chunk_rows": self.larger.settings.chunk_rows,

@@ -1,11 +1,9 @@
-"""Plans for people and programs: a table, sentences, JSON, a stacked bar per strategy as a PNG; and plans of one run
-for several machines as one table: the best strategy of each, what it takes, and what it costs."""
+"""A plan for people and programs: a table, sentences, JSON, a stacked bar per strategy as a PNG."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from hf_dist_ext.errors import UsageError
@@ -24,7 +22,7 @@ COLUMNS = ["masters" if part == "master_weights" else part for part in PARTS]
 
 
 def print_plan(plan: Plan) -> None:
-    """What to run, why in three sentences, the table, the levers, and what else is to be said."""
+    """What to run, why in three sentences, the table, and what else is to be said."""
     print(f"{_title(plan)}\n")
     if plan.best is None:
         print("recommended: nothing that this machine and these presets can run")
@@ -43,7 +41,7 @@ def print_plan(plan: Plan) -> None:
     for option in plan.options:
         if option.pipeline is not None and (option is plan.best or plan.work.pipeline_size > 1):
             print(pipeline_line(option.pipeline, option.strategy.name))
-    for line in [*plan.reasons[MAIN_REASONS:], *_levers(plan), _sizes(plan)]:
+    for line in [*plan.reasons[MAIN_REASONS:], _sizes(plan)]:
         print(f"  - {line}")
     for note in [*plan.notes, _why_nots(plan), _assumptions(plan)]:
         if note:
@@ -65,6 +63,9 @@ def _title(plan: Plan) -> str:
 
 def _print_table(plan: Plan) -> None:
     """GiB per device of every strategy, with what makes it fit."""
+    from rich.console import Console
+    from rich.table import Table
+
     offloads = any(option.shown.host for option in plan.options)
     headings = ["GiB per device", *COLUMNS, *["host"] * offloads, "total"]
     headings += ["fits", "chunk", "sent/step", "s/step", "changed"]
@@ -80,29 +81,15 @@ def _print_table(plan: Plan) -> None:
             "-" if option.fitted is None else seconds_of(option.seconds),
             in_json(changes_to_fit(plan, option)),
         ])  # fmt: skip
-    _print_rows(headings, rows, (headings[0], "fits", "changed"), gap=1, width=240)
-
-
-def _print_rows(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str], gap: int, width: int):
-    """`left`: headings of columns that are not numbers."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right")
+        is_text = heading in (headings[0], "fits", "changed")
+        table.add_column(heading, justify="left" if is_text else "right")
     for row in rows:
         table.add_row(*row)
     console = Console()  # the terminal's width cuts columns; a file or a pipe gets all of them
     wide = console.is_terminal and console.width >= 190
-    (console if wide else Console(width=width, highlight=False)).print(table)
-
-
-def _levers(plan: Plan) -> list[str]:
-    if not plan.levers:
-        return []
-    levers = ", ".join(f"{what} {gib(size)}" for what, size in plan.levers.items() if gib(size) != gib(0))
-    return [f"What would save more of each device: {levers}."] if levers else []
+    (console if wide else Console(width=240, highlight=False)).print(table)
 
 
 def _sizes(plan: Plan) -> str:
@@ -130,11 +117,11 @@ def _assumptions(plan: Plan) -> str:
     known = CARDS.get(hardware.card or "")
     source = f" (a share of the peak in the {known.source})" if known else ""
     source = " (measured or given)" if hardware.reached else source
-    lengths = "" if any(one.tokens for one in plan.work.columns) else "Rows are counted at max_length. "
+    lengths = ", ".join(f"{one.name} {one.length}" for one in plan.work.columns)
     return (
         f"framework bytes, {speed(hardware, plan.work.compute_bytes) / 1e12:.3g} TFLOP/s{source} and "
         f"{BANDWIDTH[hardware.interconnect] / 1e9:.0f} GB/s{between} are assumed: seconds are for comparing. "
-        f"{lengths}{gib(hardware.memory_bytes - hardware.usable)} of each device stay free."
+        f"Tokens of each row: {lengths}. {gib(hardware.memory_bytes - hardware.usable)} of each device stay free."
     )
 
 
@@ -223,62 +210,3 @@ def write_png(plan: Plan, path: Path) -> None:
         raise UsageError(f"--png {path} cannot be written: {error}. Give a .png in a folder that exists.") from None
     finally:
         pyplot.close(figure)
-
-
-# ---- several machines ----
-
-
-def print_grid(plans: Sequence[Plan]) -> None:
-    work = plans[0].work
-    model = f"{work.config['model_type']}, {count_of(plans[0].parameters)} parameters"
-    print(f"{model}; {work.batch:,} rows per device and step\n")
-    has_time = any(plan.best and plan.time.hours is not None for plan in plans)
-    has_price = any(plan.best and plan.time.price is not None for plan in plans)
-    headings = ["device", "devices", "strategy", "GiB", "of", "s/step", "rows/s"]
-    headings += ["run"] * has_time + ["price"] * has_price + ["", "set"]
-    rows = [
-        [*_row(plan, has_time, has_price), mark, _set(plan)] for plan, mark in zip(plans, _marks(plans), strict=True)
-    ]
-    _print_rows(headings, rows, ("device", "strategy", "", "set", "run"), gap=2, width=200)
-    print("\nAs many rows on each device whatever their number: more devices make larger batches, and fewer steps.")
-    for note in dict.fromkeys(note for plan in plans for note in plan.notes):
-        print(f"note: {note}")
-
-
-def _row(plan: Plan, has_time: bool, has_price: bool) -> list[str]:
-    hardware, best = plan.hardware, plan.best
-    machine = [hardware.card or "-", str(hardware.num_devices)]
-    memory = f"{hardware.memory_bytes / GIB:.1f}"
-    if best is None:
-        least = min(option.least.total for option in plan.options if not option.strategy.offloads)
-        return [*machine, "nothing fits", f"{least / GIB:.1f}", memory, *["-"] * (2 + has_time + has_price)]
-    time = plan.time
-    row = [*machine, best.strategy.name, f"{best.shown.total / GIB:.1f}", memory]
-    row += [seconds_of(time.seconds), rounded(time.rows_per_second)]
-    row += ["-" if time.hours is None else duration(3600 * time.hours)] * has_time
-    return row + ["-" if time.price is None else f"{time.price:,.2f}"] * has_price
-
-
-def _set(plan: Plan) -> str:
-    if plan.best is None:
-        return f"{plan.enough.hardware.num_devices} would do" if plan.enough else ""
-    return in_json({name: value for name, value in plan.changes.items() if name != "accelerate_config"})
-
-
-def _marks(plans: Sequence[Plan]) -> list[str]:
-    """The quickest run and the cheapest one."""
-    possible = [plan for plan in plans if plan.best is not None]
-    quickest = max(possible, key=lambda plan: plan.time.rows_per_second, default=None)
-    priced = [plan for plan in possible if plan.time.price is not None]
-    cheapest = min(priced, key=lambda plan: plan.time.price or 0.0, default=None)
-    words = [(quickest, "quickest"), (cheapest, "cheapest")]
-    return [", ".join(word for plan, word in words if plan is one) for one in plans]
-
-
-def grid_json(plans: Sequence[Plan]) -> str:
-    """Of every plan what it is for and what it recommends."""
-    kept = ("model_type", "hardware", "recommended", "enough_devices", "notes")
-    contents = [plan.as_dict() for plan in plans]
-    for content, plan in zip(contents, plans, strict=True):
-        content["bytes"] = plan.best and plan.best.shown.as_dict()
-    return json.dumps([{name: content[name] for name in (*kept, "bytes")} for content in contents], indent=2)

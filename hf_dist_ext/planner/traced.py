@@ -89,7 +89,7 @@ def _config_path(run: Run) -> Path:
 
 def _trace_path(run: Run, work: Workload) -> Path:
     given = {name: getattr(run.options, name, None) or run.given.get(name) for name in SETS_THE_TRACE}
-    columns = [asdict(replace(one, rows=1, tokens=None)) for one in work.columns]
+    columns = [asdict(replace(one, rows=1)) for one in work.columns]
     names = ("load_bytes", "split_bytes", "autocast_bytes", "leaves_tokens", "mask_bytes", "packs")
     files = sorted(Path(str(given["model_name_or_path"])).glob("*.py")) if "auto_map" in work.config else []
     code = [path.read_text(encoding="utf-8") for path in files]

@@ -21,8 +21,7 @@ LATE = "late_interaction"
 OWN = ("infonce", "siglip", LATE)
 INFONCE_FIELDS = (
     "temperature", "learnable_temperature", "symmetric", "matryoshka_dims", "matryoshka_weights",
-    "mask_false_negatives", "false_negative_margin", "cross_device_negatives", "cross_device_exchange",
-    "bf16_products", "in_batch_negatives",
+    "mask_false_negatives", "false_negative_margin", "cross_device_negatives", "in_batch_negatives",
 )  # fmt: skip
 MATRYOSHKA = "MatryoshkaLoss"  # the loss around another one
 
@@ -152,7 +151,7 @@ def _check_name(name: str, field: str) -> None:
     if name in REFUSED:
         raise UsageError(f"{field}={show(name)} can not be trained here: {REFUSED[name]}.")
     if name not in OWN and not name.endswith("Loss"):
-        hint = closest(name, [*OWN, *LABELS, *WITHOUT_LABEL, MATRYOSHKA], 0.5)
+        hint = closest(name, [*OWN, *LABELS, *WITHOUT_LABEL, MATRYOSHKA])
         raise UsageError(
             f"{field}={show(name)} is no loss. There are {', '.join(OWN)} and none, and the losses of "
             f"sentence-transformers by their class, such as CoSENTLoss.{hint}"

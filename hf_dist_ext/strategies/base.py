@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
+from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import Embeddings, Encode, Passes, Phase, PhaseContext, encode_without_graph
-from hf_dist_ext.engine.outputs import Output
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.gathering import Rows
@@ -41,7 +40,6 @@ class Strategy:
     can_redo = True  # an error inside a forward or backward leaves nothing behind, so the step can be run again
     waits_for_all = False  # gradients are complete only when one of every trainable parameter has come
     holds_gradients = True  # until the update; else the wrapper has used them up in the last backward
-    adds_up_in_grad = True  # the gradients of several backwards, in `.grad` of the model's parameters
     keeps_float32 = False  # trains copies of its own of weights in half precision
     casts_to: str | None = None  # the precision that an engine puts all weights into, whatever they were loaded in
     is_cut = False  # a rank has some layers of the model and no others
@@ -116,9 +114,10 @@ class Strategy:
         generators = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
         generators.manual_seed(own)
 
-    def check(self, has_loss_parameters: bool, has_budget: bool) -> None:
+    def check(self, has_loss_parameters: bool, is_automatic: bool) -> None:
         """UsageError for what can not be exact with a loss over embeddings. `has_loss_parameters`: the loss trains
-        some of its own; `has_budget`: memory is measured to find the size of chunks."""
+        some of its own; `is_automatic`: the size
+        of chunks, or the number of kept graphs."""
 
     def arrange(self, optimizer: torch.optim.Optimizer) -> None:
         """When Trainer has made it: gives all ranks groups of parameters that mean the same."""
@@ -202,10 +201,6 @@ class Strategy:
         """Embeddings of an evaluation, on every rank."""
         return encode_without_graph(batch, encode, phase)
 
-    def encoded_chunk(self, chunk: Chunk, encode: Encode) -> Output:
-        """One chunk alone, on every rank."""
-        return encode(chunk)
-
     @contextmanager
     def training(self) -> Iterator[None]:
         """Around `train()`. The seed is that of all ranks again afterwards: samplers of a next training ask for it."""
@@ -225,14 +220,6 @@ class Strategy:
     def agree_on_loss(self, state: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """After an update's last batch: the loss's parameters and buffers, which its forward may have written to, are
         those of a rank that has run it. Every rank calls it; their names and shapes stay as they were."""
-
-    def keeping_gradients(self) -> AbstractContextManager:
-        """While inside, no update is made of gradients, and `gradient_of` finds them after the last backward."""
-        return nullcontext()
-
-    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """After the last backward of an update, as the optimizer gets it."""
-        return parameter.grad
 
     def clip(
         self, parameters: Iterable[nn.Parameter], loss_parameters: Sequence[nn.Parameter], max_norm: float
@@ -289,10 +276,6 @@ class Strategy:
     def read_backbone(self, kind: Any, folder: str | Path, **options: Any) -> Any:
         """What `kind.from_pretrained` gives: of a model whose layers are split, this rank's part of them."""
         return kind.from_pretrained(folder, **options)
-
-    def load_adapters(self, folder: Path) -> bool:
-        """Every rank reads its part of a folder of adapters; False: peft reads it, or it holds none."""
-        return False
 
     def holds_own_format(self, folder: Path) -> bool:
         """With `reads_own_format`: whether a checkpoint's weights are in it."""

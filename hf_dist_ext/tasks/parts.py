@@ -81,7 +81,6 @@ class Parts:
         given = {name: getattr(self, name) for name in names} | {"evaluator": self._evaluator(args)}
         trainer = self.trainer_class(self.model, args, **given, **self.trainer_options)
         # a run from a file has them always, a DistTrainer when it uses our parts
-        trainer.scaling.writes = True
         for watcher in (MetricsFile(), trainer.scaling):
             trainer.remove_callback(type(watcher))
             trainer.add_callback(watcher)
@@ -105,10 +104,6 @@ class Parts:
     def figures(self, trainer: DistTrainer) -> list[str]:
         """Names of those that are reported before and after training, of a trainer that has evaluated."""
         return [*self.metrics, *evaluators.headlines_of(trainer.evaluator)]
-
-    def views(self, trainer: DistTrainer, after: dict[str, float]) -> dict[str, dict[str, float]]:
-        """Of leading dimensions and quantised values beside the whole embeddings."""
-        return evaluators.by_view(trainer.evaluator, after)
 
     def _facts(self, trainer: DistTrainer) -> dict[str, str]:
         """What the run is made of, for people."""

@@ -39,7 +39,6 @@ from hf_dist_ext.run.config import Run
 from hf_dist_ext.strategies import consensus
 from hf_dist_ext.strategies.tensors import is_split
 from hf_dist_ext.tasks.parts import Parts, build_parts, make_arguments
-from hf_dist_ext.training.scaling import MEASURED
 from hf_dist_ext.training.trainer import DistTrainer
 
 logger = logging.get_logger(__name__)
@@ -223,7 +222,7 @@ def write_model(trainer: DistTrainer, folder: Path) -> dict[str, Any]:
 
 def _own_files(folder: Path) -> list[str]:
     """The model's files of a stage's folder or the run's: neither checkpoints nor logs, which change or go."""
-    others = ("checkpoint-", "stage_", "runs/", "metrics.jsonl", MEASURED, manifest.RUN, lease.NAME)
+    others = ("checkpoint-", "stage_", "runs/", "metrics.jsonl", manifest.RUN, lease.NAME)
     return [name for name in manifest.files_in(folder) if not name.startswith(others)]
 
 

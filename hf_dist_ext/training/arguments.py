@@ -38,8 +38,8 @@ class DistTrainingArguments(TrainingArguments):
     gradient_cache_chunk_size: int | str | None = option(
         None,
         "Rows per chunk of the gradient cache: activation memory is that of one chunk whatever the batch. 'auto' "
-        "finds it in the first steps. Null: no cache unless gradient_cache_chunk_tokens or _patches is set. In a "
-        "pipeline without a loss over embeddings: rows of a batch that go through the stages together.",
+        "finds it in the first steps; on a CPU it is a fixed number of tokens, by the model's layers and their width. "
+        "Null: no cache unless gradient_cache_chunk_tokens or _patches is set.",
     )
     gradient_cache_chunk_tokens: int | None = option(
         None, "Tokens per chunk, padding included; alone or together with gradient_cache_chunk_size."
@@ -57,16 +57,12 @@ class DistTrainingArguments(TrainingArguments):
         None,
         "Chunks whose graph is kept from the first pass instead of being encoded twice; 'auto' keeps as many as the "
         "memory budget holds. With all kept a step costs what it costs without the cache. Null: 'auto' on an "
-        "accelerator whose chunk size is 'auto', else 0.",
+        "accelerator whose chunk size is 'auto', else 0. On a CPU 'auto' is 0.",
     )
     gradient_cache_memory_gib: float | None = option(
         None,
         "Memory that 'auto' plans a step with, beside weights and optimizer state: gradients, gathered weights, "
-        "activations. Null: what an accelerator has free less 5 %; on a CPU (activations only) 1 GiB, or a quarter of "
-        "the free memory where that is less.",
-    )
-    gradient_cache_width_multiple: int = option(
-        8, "Chunk widths are rounded up to a multiple of this many tokens, so that kernels see few shapes."
+        "activations. Null: what an accelerator has free less 5 %; on a CPU (activations only) 1 GiB.",
     )
     gradient_cache_sort: bool = option(
         True, "Sort the rows of a batch by length before cutting it; false trims neighbours only."
@@ -170,8 +166,7 @@ class DistTrainingArguments(TrainingArguments):
     sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] | None = option(
         None,
         "What FSDP shards. FULL_SHARD: weights are whole only while a layer runs. SHARD_GRAD_OP: from forward to "
-        "backward. HYBRID_SHARD: sharded inside a machine, copied between them. NO_SHARD: DDP. Null: the preset's. "
-        "With pipelines: FULL_SHARD or SHARD_GRAD_OP over the pipelines; null: each has all weights of its stages.",
+        "backward. HYBRID_SHARD: sharded inside a machine, copied between them. NO_SHARD: DDP. Null: the preset's.",
     )
     sharding_group_size: int | None = option(
         None, "Processes that share one copy of the model under HYBRID_SHARD. Null: those of a machine."
@@ -197,9 +192,7 @@ class DistTrainingArguments(TrainingArguments):
         "which the chunks of a batch go. Under tensor parallelism: groups of processes, each of which splits its "
         "layers. Null: the model is not cut.",
     )
-    pipeline_schedule: (
-        Literal["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "zero_bubble", "zero_bubble_v"] | None
-    ) = option(
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] | None = option(
         None,
         "In which order the processes of a pipeline work on chunks: how long they wait for each other, and how many "
         "chunks are under way at once. Null: 1f1b.",
@@ -279,7 +272,6 @@ class DistTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if launched.uses_deepspeed():
             deepspeed_install.check()
-            deepspeed_install.check_offload(os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"))
         sentence_arguments.check(self)
         self._check_values()
         self._check_gradient_cache()

@@ -220,11 +220,10 @@ class Health(TrainerCallback):
         wrong = [rank for rank, (error, bound) in enumerate(zip(errors, most, strict=True)) if error > bound]
         if wrong:
             rank = max(wrong, key=errors.__getitem__)
-            own = max((one.worst() for one in replays), default=(0.0, 0, ""), key=lambda worst: worst[0])
-            _, number, place = collectives.everyones(own)[rank]
+            own = max((one.worst() for one in replays), default=(0.0, ""), key=lambda worst: worst[0])
+            _, place = collectives.everyones(own)[rank]
             place = f"rank {rank}: {place}" if collectives.world_size() > 1 else place
-            causes = self.run.step.causes_of_replay_error(self.run.model_wrapped, number, most[rank])
-            self.end_for_replay_error(step, errors[rank], most[rank], place, causes)
+            self.end_for_replay_error(step, errors[rank], most[rank], place)
 
     def for_log(self) -> dict[str, float]:
         found = {"nonfinite_steps": self.guard.total if self.guard is not None else 0, "bad_rows": self.bad_rows.count}

@@ -5,10 +5,6 @@ evaluating and saving do not. `samples_per_second` over all processes goes into 
 has it with `scaling_baseline` only. That field names the metrics.json of a single process. It is read before the first
 step, and a last line is logged with `scaling_efficiency` = (throughput of N processes / throughput of one) / N.
 
-`measured.json` has what a run took, for `hf-dist plan --compare RUN_DIR`: the seconds of an update, and the memory of
-the process that needs most. On an accelerator that is what torch allocated and reserved at most, on a CPU the most
-that a process held, libraries and the interpreter included.
-
 Equal work per process is what makes the figure mean anything, so another batch per device is warned about. With a loss
 over embeddings the scores grow with N, which this counts as lost.
 """
@@ -16,8 +12,6 @@ over embeddings the scores grow with N, which this counts as lost.
 from __future__ import annotations
 
 import json
-import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,19 +21,16 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import consensus
 from hf_dist_ext.training.running import Running
-
-MEASURED = "measured.json"
 
 logger = logging.get_logger(__name__)
 
 
 class Scaling(TrainerCallback):
-    """`report` is empty until the end, and after a run of one update. `writes`: what the run took, in a file too."""
+    """`report` is empty until the end, and after a run of one update."""
 
-    def __init__(self, run: Running, writes: bool):
-        self.run, self.writes = run, writes
+    def __init__(self, run: Running):
+        self.run = run
         self.report: dict[str, float] = {}
         self._since: float | None = None  # of an evaluation without training
 
@@ -78,8 +69,6 @@ class Scaling(TrainerCallback):
         if self._baseline is not None:
             self.report["scaling_efficiency"] = round(throughput / self._baseline / args.world_size, 4)
             self.run.log(dict(self.report))
-        if self.writes:
-            write_measured(args, self._seconds / self._batches)
 
 
 def read_baseline(path: str, stage: str | None, batch: int) -> float:
@@ -107,36 +96,9 @@ def read_baseline(path: str, stage: str | None, batch: int) -> float:
     return float(throughput)
 
 
-def write_measured(args: Any, seconds_per_batch: float) -> None:
-    """On rank 0; every rank calls it."""
-    of_ranks = consensus.together(lambda: most_memory(args.device))
-    if args.process_index:
-        return
-    content = {
-        "seconds_per_step": round(seconds_per_batch * args.gradient_accumulation_steps, 6),
-        "processes": args.world_size,
-        "device": device_name(args.device),
-        "memory": {name: max(of_rank[name] for of_rank in of_ranks) for name in of_ranks[0]},
-    }
-    try:
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        Path(args.output_dir, MEASURED).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:  # the model is still to be saved
-        logger.warning(f"{MEASURED} is not written, and hf-dist plan --compare will lack it: {error}")
-
-
 def device_name(device: torch.device) -> str:
     """What the driver calls it; "cpu" for the CPU."""
     if device.type == "cpu":
         return "cpu"
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if name is None else name(device)
-
-
-def most_memory(device: torch.device) -> dict[str, int]:
-    """Bytes, by what holds them."""
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    if not hasattr(module, "max_memory_allocated"):
-        unit = 1 if sys.platform == "darwin" else 1024
-        return {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-    return {"allocated": module.max_memory_allocated(device), "reserved": module.max_memory_reserved(device)}

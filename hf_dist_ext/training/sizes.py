@@ -14,13 +14,12 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers.utils import logging
 
-from hf_dist_ext import launched, policy
+from hf_dist_ext import policy
 from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.data.tokens import without_rows
 from hf_dist_ext.engine.budget import ChunkBudget, longest_row
@@ -31,18 +30,18 @@ from hf_dist_ext.engine.outputs import Output, RowSize, tensors_of
 from hf_dist_ext.engine.replay import RandomState
 from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.frozen.encode_once import forward_bytes_per_token, has_frozen_backbone
+from hf_dist_ext.frozen.encode_once import has_frozen_backbone
 from hf_dist_ext.models.embedder import Embedder
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.training import compiling
 from hf_dist_ext.training.ahead import Batch, CutAhead, CutRequest, Cuts, Cutter, SharedCutRequest
 from hf_dist_ext.training.out_of_memory import FittingSizes, empty_cache, is_lack_of_memory
 from hf_dist_ext.training.running import Running
 
 logger = logging.get_logger(__name__)
 
-# Bytes that a step may take on a CPU where nobody says how many: nobody knows what else will need its memory.
-MOST_ON_CPU, SHARE_ON_CPU = 2**30, 0.25
+# On a CPU, where torch counts no memory: GiB that the graph of a chunk may take where nobody says how many, and what a
+# layer keeps of a token for its backward, in hidden sizes (in float32: 16 of ModernBERT, 31 of Qwen3, BERT 22 to 43).
+GIB_ON_CPU, KEPT_BY_LAYER = 1.0, 30
 MOST_PROBES = 20  # of chunks that double
 ALIKE = 1.05  # chunks of so many times the tokens of those before, or less, are not tried out
 ALL_GRAPHS = 2**31
@@ -68,20 +67,15 @@ class Layout(NamedTuple):
 
     def loss_bytes(self, loss: Any, size: RowSize) -> int:
         """What the loss will hold of rows that large."""
-        own, counts = self.chunked.row_counts(), list(self.counts.values())
-        sees_all = getattr(loss, "cross_device_negatives", True) and len(counts[0]) > 1
-        is_half, exchange = getattr(loss, "bf16_products", False), getattr(loss, "cross_device_exchange", "gather")
-        if sees_all and policy.goes_round(exchange, sum(map(sum, counts)), size.numbers):
-            of_batch = 4 * size.numbers * sum(own.values())  # as chunks gave them
-            is_symmetric = getattr(loss, "symmetric", False)
-            return of_batch + policy.ring_bytes(counts, size.numbers, is_symmetric, has_bf16_products=is_half)
+        own = self.chunked.row_counts()
+        sees_all = getattr(loss, "cross_device_negatives", True) and len(next(iter(self.counts.values()))) > 1
         everyone = {name: sum(rows) for name, rows in self.counts.items()} if sees_all else own
         is_tiled = not getattr(loss, "compares_all_pairs", False)
         anchors, *_ = (own if is_tiled else everyone).values()
         first, *others = everyone.values()
         candidates = others or [first]  # a loss of one column compares its rows
         numbers = sum(own.values()), sum(everyone.values()), anchors, sum(candidates), size.numbers
-        of_rows = policy.loss_stage_bytes(*numbers, is_tiled=is_tiled, has_bf16_products=is_half)
+        of_rows = policy.loss_stage_bytes(*numbers, is_tiled=is_tiled)
         return of_rows + policy.token_products_bytes(sum(candidates), size.tokens)
 
 
@@ -106,25 +100,20 @@ class StepSizes:
         args = self.args
         finds_size = args.gradient_cache_chunk_size == "auto"
         keeps = args.num_kept_graphs == "auto" and not self.encodes_once  # no chunk has a graph to keep
-        if not args.uses_gradient_cache or not (finds_size or keeps):
+        if args.device.type == "cpu" or not args.uses_gradient_cache or not (finds_size or keeps):
             return None
         gib = args.gradient_cache_memory_gib
         memory = None if gib is None else int(gib * 2**30)
-        if gib is None and args.device.type == "cpu":
-            free = psutil.virtual_memory().available / launched.processes_here(launched.processes())
-            memory = min(MOST_ON_CPU, int(free * SHARE_ON_CPU))
-        budget = ChunkBudget(args.device, memory, lambda: self.run.bare_model.parameters(), finds_size, keeps)
+        budget = ChunkBudget(args.device, memory, finds_size, keeps, has_graphs=not self.encodes_once)
         names = [name for name in type(args).__dataclass_fields__ if name.startswith("gradient_cache_")]
         budget.measured.given = {name: getattr(args, name) for name in names} | {
             "gradient_checkpointing": args.gradient_checkpointing
         }
-        if self.encodes_once:
-            budget.forward_bytes = forward_bytes_per_token(self.run.bare_model.config)
         return budget
 
     def begin(self) -> None:
         """A training, whose steps have in common what was worked out for those before it."""
-        for name in ("encodes_once", "gathers_early", "is_checkpointed", "_cutter", "_given_limits"):
+        for name in ("encodes_once", "is_checkpointed", "_cutter", "_given_limits"):
             vars(self).pop(name, None)
 
     @cached_property
@@ -206,7 +195,7 @@ class StepSizes:
         request, factor = self._request(), self._widening()
         if self.budget is not None:
             request = replace(request, limits=self._limits_of_budget(cuts.chunked, is_first))
-        cuts = cutter.cut_again(cuts, batch, request)
+        cuts = cutter.cut_again(cuts, request)
         if self.request is not None:
             self.request.set(request)
         chunked, wide = cuts.chunked, cuts.wide
@@ -251,21 +240,9 @@ class StepSizes:
             "can_trim": is_chunked,
             "can_shift": getattr(config, "rope_parameters", None) is not None,
             "sort": is_chunked and self.args.gradient_cache_sort,
-            "candidates_first": is_chunked and self.gathers_early,
-            "separates_columns": is_chunked and self.gathers_early,
             "model_config": config,
         }
         return Cutter(options, self.args.gradient_cache_packing)
-
-    @cached_property
-    def gathers_early(self) -> bool:
-        """Whether a column may be sent while others are encoded: where the loss sees those of several ranks. Where a
-        forward waits for other ranks, all must send it between the same chunks: columns with towers of their own make
-        as many of them on all."""
-        strategy = self.run.strategy
-        gathers = strategy.rows.size > 1 and getattr(self.run.loss, "cross_device_negatives", True)
-        alike = not strategy.forwards_are_collective or (self.takes_column and not self.has_stand_in)
-        return gathers and alike and not strategy.is_cut
 
     def _request(self) -> CutRequest:
         """Before the budget has its say."""
@@ -276,10 +253,17 @@ class StepSizes:
         args = self.args
         if not args.uses_gradient_cache:
             return ChunkLimits()
-        size = None if args.gradient_cache_chunk_size == "auto" else args.gradient_cache_chunk_size
-        tokens, patches = args.gradient_cache_chunk_tokens, args.gradient_cache_chunk_patches
-        multiple, has_buckets = args.gradient_cache_width_multiple, compiling.has_buckets(args, self.run.bare_model)
-        return ChunkLimits(size, tokens, multiple, patches, self.may_pack, has_buckets)
+        size, tokens = args.gradient_cache_chunk_size, args.gradient_cache_chunk_tokens
+        if size == "auto":
+            size, tokens = None, self._tokens_on_cpu() if args.device.type == "cpu" else None
+        return ChunkLimits(size, tokens, max_patches=args.gradient_cache_chunk_patches, packs=self.may_pack)
+
+    def _tokens_on_cpu(self) -> int:
+        config = getattr(self.run.bare_model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        hidden, layers = getattr(text, "hidden_size", None) or 768, getattr(text, "num_hidden_layers", None) or 12
+        gib = self.args.gradient_cache_memory_gib or GIB_ON_CPU
+        return max(1, int(gib * 2**30 / (4 * KEPT_BY_LAYER * hidden * layers)))
 
     def _limits(self) -> ChunkLimits:
         return self._given_limits if self.fitting is None else self._given_limits.scaled(self.fitting.now.share)
@@ -307,7 +291,7 @@ class StepSizes:
             return 1
         if self.run.strategy.is_cut:
             return 1  # fewer chunks would leave more ranks idle
-        if self.budget is not None and self.budget.forward_bytes is not None:
+        if self.budget is not None and not self.budget.has_graphs:
             return 1  # the size was found for this very pass
         num_layers = getattr(getattr(self.run.bare_model, "config", None), "num_hidden_layers", None)
         return policy.widening(num_layers, self.is_checkpointed)

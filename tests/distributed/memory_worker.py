@@ -21,7 +21,7 @@ from hf_dist_ext.errors import RunError
 from hf_dist_ext.strategies.collectives import leave_together, rank, world_size
 from hf_dist_ext.training.out_of_memory import FILE, LAST, REPLAY
 from tests.distributed.forked import Run
-from tests.engine.test_budget import Formula
+from tests.formula_device import Formula
 from tests.training.test_out_of_memory import six_layers, weights
 from tests.training.test_trainer import Tiny, trainer
 

@@ -13,7 +13,7 @@ from hf_dist_ext import cli, launch
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner import auto, devices
 from hf_dist_ext.planner.catalog import GIB, MARGIN, STRATEGIES, Hardware
-from hf_dist_ext.planner.choose import LORA, make_plan, plan_workload
+from hf_dist_ext.planner.choose import make_plan, plan_workload
 from hf_dist_ext.planner.devices import CARDS, card_of, hardware_of
 from hf_dist_ext.planner.memory import Case, Settings, activation_cost, estimate, model_of
 from hf_dist_ext.planner.plan import _without, changes_for
@@ -221,7 +221,9 @@ def test_frozen_weights_take_what_training_loads_them_in(make_run):
         work = workload(make_run(None, model_name_or_path="model", bf16=half, use_lora=True))
         of_base = {one.item for name, one in work.parameters().items() if ".lora_" not in name}
         assert of_base == {item} and model_of(work).whole.trained_stored == 4 * model_of(work).whole.trained
-        assert {one.item for one in work.parameters(2).values()} == {4}  # split while it is loaded: float32
+    Path("model", "config.json").write_text(json.dumps({**DECODER, "dtype": "bfloat16"}), encoding="utf-8")
+    run = make_run(None, model_name_or_path="model", bf16=True, later={"trainable_modules": ["layers.1"]})
+    assert {one.item for one in workload(run).parameters(2).values()} == {4}  # split while it is loaded: float32
 
 
 def test_a_base_in_4_bits_is_counted_as_it_is_stored_and_never_sharded(make_run):
@@ -347,11 +349,7 @@ def test_the_command_prints_a_table_json_and_a_picture(make_run, capsys):
         (["--num_rows", "-3"], "--num_rows -3 is not a positive number"),
         (["--price_per_hour", "-1"], "--price_per_hour -1.0 is not a positive number"),
         (["--trainable_modules", '["encoder.layer.12"]'], "matches no module. Closest"),
-        (["--num_devices", "1,2", "--png", "plan.png"], "--png goes with one plan"),
-        (["--device", "h100,l4", "--price_per_hour", "1,2,3"], "has 3 prices for 2 devices"),
-        (["--device", "h100", "--price_per_hour", "1,2"], "has 2 prices for one device"),
-        (["--num_devices", "1,x"], "is no number, nor several as in 1,4,8"),
-        (["--device", "h100,l5"], "--device l5 is not known"),
+        (["--num_devices", "1,2"], "argument --num_devices: invalid int value: '1,2'"),
     ],
 )
 def test_mistakes_are_one_line(make_run, capsys, words, message):
@@ -437,62 +435,11 @@ def test_a_plan_leaves_a_margin_and_says_what_wider_chunks_save(make_run):
     assert wider.best.seconds == plan.larger.seconds < plan.best.seconds and wider.larger is None
 
 
-def test_levers_save_what_they_say(make_run):
-    fields, card = {"per_device_train_batch_size": 256, "gradient_cache_chunk_size": 32}, Hardware(2, 80 * GIB)
-    plan = make_plan(make_run(**fields), card)
-    assert list(plan.levers.values()) == sorted(plan.levers.values(), reverse=True) and len(plan.levers) == 4
-    changed = {
-        "checkpointing": {"gradient_checkpointing": True},
-        "half as wide chunks": {"gradient_cache_chunk_size": 16},
-        "an 8-bit optimizer": {"optim": "adamw_torch_8bit"},
-    }
-    for lever, change in changed.items():
-        other = option(make_plan(make_run(**fields | change), card), plan.best.strategy.name)
-        assert (
-            plan.best.bytes.total - other.bytes.total == pytest.approx(plan.levers[lever]) and plan.levers[lever] > 0
-        )
-    adapted = option(make_plan(make_run(**fields, later={"use_lora": True}), card), plan.best.strategy.name)
-    states = [one.bytes.gradients + one.bytes.optimizer + one.bytes.buffers for one in (plan.best, adapted)]
-    assert states[0] - states[1] == pytest.approx(plan.levers[LORA], rel=0.02)  # what adapters themselves take
-    assert plan.best.bytes.total - adapted.bytes.total > 0.98 * plan.levers[LORA] > GIB
-
-
 def test_an_8_bit_optimizer_comes_before_the_memory_of_the_cpu(make_run):
     run = make_run(DECODER, per_device_train_batch_size=64, gradient_cache_chunk_size=1, bf16=True)
     needed = option(make_plan(run, Hardware(1, GIB)), "single").least.total
     plan = make_plan(run, Hardware(1, filled(1.05 * needed), given_host_bytes=2**50))
     assert plan.best.strategy.name == "single" and plan.changes["optim"] == "adamw_torch_8bit"
-
-
-def test_a_plan_stands_beside_what_its_run_measured(make_run, capsys, tmp_path):
-    make_run(accelerate_config="ddp", output_dir=str(tmp_path), per_device_train_batch_size=16)
-    plan = make_plan(make_run(accelerate_config="ddp", per_device_train_batch_size=16), Hardware(2, 80 * GIB))
-    ddp = option(plan, "DDP")
-    rows = 2 * 2 * 16
-    allocated, rate = ddp.bytes.total - ddp.bytes.framework, rows / ddp.seconds
-    lines = [{"rows_per_second": 1.0}, {"rows_per_second": rate / 2}, {"rows_per_second": rate / 2}, {"loss": 1.0}]
-    lines[2]["peak_memory_gib"] = allocated / GIB / 1.25
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    words = ["plan", "--compare", str(tmp_path), "--num_devices", "2", "--device_memory_gib", "80"]
-    cli.main(words)
-    said = capsys.readouterr().out
-    assert "DDP, predicted beside measured" in said and "GiB (+25%)" in said and "(+100%)" in said
-    cli.main([*words, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["predicted"]["rows_per_second"] == pytest.approx(rate)
-    assert found["measured"]["rows_per_second"] == pytest.approx(rate / 2)
-    assert found["arithmetic_per_second"] == pytest.approx(ddp.given.traffic.arithmetic * rate / 2 / rows)
-    (tmp_path / "metrics.jsonl").unlink()
-    of_end = {"seconds_per_step": 4 * ddp.seconds, "processes": 2, "device": "NVIDIA", "memory": {"allocated": GIB}}
-    (tmp_path / "measured.json").write_text(json.dumps(of_end))
-    cli.main([*words[:3], "--device_memory_gib", "80"])  # on as many processes as ran
-    said = capsys.readouterr().out
-    assert "(-75%)" in said and "/ 1.00 GiB" in said and "rows per second, of all columns" in said
-    (tmp_path / "measured.json").unlink()
-    for changed, message in ((words, "has no line with rows_per_second"), (["plan"], "needs a run file")):
-        with pytest.raises(SystemExit):
-            cli.main(changed)
-        assert message in capsys.readouterr().err
 
 
 def test_a_picture_without_matplotlib_says_how_to_get_it(make_run, monkeypatch):
@@ -672,36 +619,12 @@ def test_sentences_have_the_numbers_of_the_table(make_run, devices, memory):
             assert ratio < 2 and ("twice" in words) == (ratio > 1.1) and option(plan, name).fitted is not None
 
 
-def test_a_run_on_the_cpu_is_compared_with_what_this_cpu_reaches(make_run, capsys, tmp_path, monkeypatch):
-    make_run(output_dir=str(tmp_path), per_device_train_batch_size=16, gradient_cache_chunk_size=4)
-    of_end = {"seconds_per_step": 2.0, "processes": 1, "device": "cpu", "memory": {"process": GIB}}
-    (tmp_path / "measured.json").write_text(json.dumps(of_end))
+def test_a_plan_for_the_cpu_takes_what_was_measured_of_it(make_run, capsys, monkeypatch):
+    make_run(per_device_train_batch_size=16, gradient_cache_chunk_size=4)
     monkeypatch.setattr(devices, "measured_cpu", lambda run: 2e10)
-    cli.main(["plan", "--compare", str(tmp_path), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    run = make_run(per_device_train_batch_size=16, gradient_cache_chunk_size=4)
-    needed = traffic(Case(workload(run))).arithmetic
-    assert found["predicted"]["seconds_per_step"] == pytest.approx(needed / 2e10)  # no waiting of an accelerator
-    assert found["arithmetic_per_second"] == pytest.approx(needed / 2)
     cli.main(["plan", "run.json", "--device", "cpu", "--num_devices", "2"])
     said = capsys.readouterr().out
     assert "(cpu), ethernet" in said and "0.01 TFLOP/s (measured or given)" in said
-
-
-@pytest.mark.parametrize("device, processes, seconds, is_said", [
-    ("cpu", 1, 2.0, False), ("cpu", 2, 2.0, True), ("cpu", 1, 0.05, True), ("NVIDIA", 2, 2.0, False),
-])  # fmt: skip
-def test_a_comparison_says_where_overheads_dominate(
-    make_run, capsys, tmp_path, monkeypatch, device, processes, seconds, is_said
-):
-    run = make_run(output_dir=str(tmp_path), accelerate_config="ddp" if processes > 1 else "single")
-    memory = {"process": 5 * 2**20}
-    of_end = {"seconds_per_step": seconds, "processes": processes, "device": device, "memory": memory}
-    (tmp_path / "measured.json").write_text(json.dumps(of_end))
-    monkeypatch.setattr(devices, "measured_cpu", lambda run: 2e10)
-    cli.main(["plan", str(run.path), "--compare", str(tmp_path)])
-    said = capsys.readouterr().out
-    assert ("overheads outside of the model's arithmetic" in said) == is_said and "/ 5.0 MiB of the process" in said
 
 
 @pytest.mark.slow

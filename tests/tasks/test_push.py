@@ -26,7 +26,6 @@ from tests.tiny_models import embedding_model, model_config
 
 TOKEN, REPO = "hf_SECRET", "someone/model"
 LEFT_OUT = [
-    "measured.json",
     "checkpoint-2/model.safetensors",
     "checkpoint-2/optimizer.pt",
     "optimizer.pt",

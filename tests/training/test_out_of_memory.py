@@ -122,8 +122,8 @@ class Graph:
 
 def test_kept_graphs_go_before_chunks_shrink(tmp_path):
     """A batch of eight chunks, of which six keep their graphs: there is room for two graphs of up to two rows."""
-    options = dict(gradient_cache_chunk_size=2, num_rows=64, learning_rate=0.01, gradient_cache_memory_gib=2e-4)
-    options |= dict(gradient_cache_keep_graph="auto", max_steps=6)
+    options = dict(gradient_cache_chunk_size=2, num_rows=64, learning_rate=0.01, max_steps=6)
+    options["gradient_cache_keep_graph"] = 6
     whole, short = (trainer(tmp_path / name, six_layers(), **options) for name in ("whole", "short"))
     whole.train()
     encode, alive, kept = short.step._encode, [], []
@@ -175,7 +175,7 @@ def test_a_loss_that_does_not_fit_ends_the_run_with_what_helps(tmp_path):
 
 
 def test_an_automatic_size_is_halved_in_later_steps_too(tmp_path):
-    options = dict(gradient_cache_chunk_size="auto", gradient_cache_memory_gib=2e-5, max_steps=8, num_rows=64)
+    options = dict(gradient_cache_chunk_size="auto", gradient_cache_memory_gib=0.05, max_steps=8, num_rows=64)
     whole, short = (trainer(tmp_path / name, **options) for name in ("whole", "short"))
     usual = short_of_memory(whole, 10**9, 1)
     whole.train()

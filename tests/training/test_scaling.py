@@ -1,18 +1,15 @@
 """Throughput is of training alone, and efficiency is what it says against a stored figure."""
 
 import json
-import logging
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import torch
 
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training import scaling
 from hf_dist_ext.training.arguments import DistTrainingArguments
-from hf_dist_ext.training.scaling import read_baseline, write_measured
+from hf_dist_ext.training.scaling import read_baseline
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.parity.exactness_worker import BERT, Case, collate
 from tests.tiny_models import embedding_model
@@ -60,23 +57,6 @@ def test_throughput_counts_waiting_for_data_and_every_micro_batch_but_not_evalua
     assert ends[-1] - ends[0] > 200 + 4 * accumulation * LOADING, "two evaluations took their time"
     assert found == BATCH / LOADING
     assert "scaling_efficiency" not in trainer.scaling.report
-    measured = json.loads((tmp_path / "measured.json").read_text())
-    assert measured["seconds_per_step"] == pytest.approx(accumulation * BATCH / found, rel=1e-3)
-    assert (measured["device"], measured["processes"]) == ("cpu", 1) and measured["memory"]["process"] > 2**27
-
-
-def test_a_file_of_measurements_that_can_not_be_written_does_not_end_a_run(tmp_path, caplog):
-    (tmp_path / "measured.json").mkdir()
-    args = SimpleNamespace(
-        output_dir=str(tmp_path),
-        device=torch.device("cpu"),
-        gradient_accumulation_steps=1,
-        world_size=1,
-        process_index=0,
-    )
-    with caplog.at_level(logging.WARNING):
-        write_measured(args, 1.0)
-    assert "measured.json is not written" in caplog.text
 
 
 def test_efficiency_is_the_share_of_the_stored_figure(tmp_path):

@@ -673,7 +673,7 @@ PAIRS = {"columns": {"query": "question", "positive": "answer"}, "learnable_temp
      "around EmbedDistillLoss with a layer of one width"),
     ({"loss": None, "label_column": "question"}, "needs a loss over embeddings"),
     ({"loss": "CoSENTLoss"}, "CoSENTLoss needs a label of every row .* has no column called label or labels"),
-    ({"loss": "CoSENTLoss", "label_column": "quest"}, 'has no column "quest". .* Closest: "question"'),
+    ({"loss": "CoSENTLoss", "label_column": "questions"}, 'has no column "questions". .* Closest: "question"'),
     ({"loss": "CoSENTLoss", "label_column": "wrong"}, "holds List; a label must be a number"),
     ({"loss": "TripletLoss", "loss_options": {"margin": 2}}, "TripletLoss has no option margin"),
 ])  # fmt: skip
@@ -703,7 +703,7 @@ def test_a_run_file_trains_a_loss_by_name_with_its_labels(main, run_file, tmp_pa
 
 
 def test_a_run_file_trains_the_sigmoid_loss_and_keeps_its_scale_and_bias(main, run_file, tmp_path):  # noqa: F811
-    of_loss = {"scale": 5.0, "bias": -3.0, "cross_device_exchange": "ring"}
+    of_loss = {"scale": 5.0, "bias": -3.0}
     options = {"loss": "siglip", "loss_options": of_loss, "learnable_temperature": ...}
     main(["--config", run_file(**options, learning_rate=0.1, max_steps=4)])
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
