@@ -288,8 +288,9 @@ def test_a_stage_of_a_pipeline_is_read_alone(tmp_path):
 
 @needs_tensor_parallelism
 def test_a_model_is_split_over_processes(tmp_path):
-    drawn(build, model_config=model_config("llama"), tokenizer=tiny_tokenizer()).save_pretrained(str(tmp_path))
-    sources = {"model_name_or_path": tmp_path}, {"model_config": model_config("llama"), "projection_dim": 8}
+    config = model_config("llama", num_key_value_heads=2)
+    drawn(build, model_config=config, tokenizer=tiny_tokenizer()).save_pretrained(str(tmp_path))
+    sources = {"model_name_or_path": tmp_path}, {"model_config": config, "projection_dim": 8}
     expected = [vectors_of(drawn(build, **given).double().eval()) for given in sources]
 
     def main() -> None:
@@ -297,7 +298,7 @@ def test_a_model_is_split_over_processes(tmp_path):
         for given, whole in zip(sources, expected, strict=True):
             model = drawn(build, **given, distributed_config=split).eval()
             assert type(model[0].model.layers[0].self_attn.q_proj.weight).__name__ == "DTensor"
-            torch.testing.assert_close(vectors_of(model.double()), whole, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(vectors_of(model.double()), whole, rtol=1e-6, atol=1e-6)  # norms are float32
 
     launch("multi_gpu_tp", 2, main)
 
