@@ -27,9 +27,9 @@ def test_a_field_that_is_gone_is_refused_with_what_to_do(name, tmp_path):
 
 @pytest.mark.parametrize("name, value", gone.VALUES)
 def test_a_value_that_is_gone_is_refused_with_what_to_do(name, value, tmp_path):
-    for words in (asked(tmp_path, **{name: value}), [*asked(tmp_path), f"--{name}", value]):
+    for fields, words in (({name: value}, []), ({}, [f"--{name}", value])):
         with pytest.raises(UsageError) as refusal:
-            load_run(words)
+            load_run([*asked(tmp_path, **fields), *words])
         assert str(refusal.value).endswith(gone.VALUES[name, value])
 
 
