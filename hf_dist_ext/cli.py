@@ -8,14 +8,14 @@ import importlib.util
 import json
 import re
 import sys
+import sysconfig
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hf_dist_ext import __version__
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import LIKENESS, UsageError
 from hf_dist_ext.failures import end_with_reader, exit_on_usage_error
 from hf_dist_ext.run import examples, gone
 from hf_dist_ext.train import bars_on_a_terminal_only
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
                 self.exit(2, f"error: hf-dist {given}: {gone.COMMANDS[given]}\n")
         elif message.startswith(UNEXPECTED):
             given, among = message.removeprefix(UNEXPECTED).split()[0], [*self._option_string_actions]
-        near = difflib.get_close_matches(given, among, 1)
+        near = difflib.get_close_matches(given, among, 1, LIKENESS)
         closest = f" Closest: {near[0]}." if near else ""
         self.exit(2, f"error: {message}.{closest} {self.prog} --help says what there is.\n")
 
@@ -119,7 +119,10 @@ def main(argv: list[str] | None = None) -> None:
     search.add_argument("--column", help="of a data file: the column with the texts (default: the only one)")
     search.add_argument("--image", metavar="FILE", help="ask with this picture instead of words")
     search.add_argument(
-        "query", nargs="*", metavar="QUERY", help="what to look for; without --data, what a function does"
+        "query",
+        nargs="*",
+        metavar="QUERY",
+        help="what to look for, a search each; without --data, what a function does",
     )
 
     merge = command("merge", _merge, "the complete model of a checkpoint, as from_pretrained loads it")
@@ -128,10 +131,6 @@ def main(argv: list[str] | None = None) -> None:
     merge.add_argument("--base", metavar="MODEL", help="where the frozen weights are, if not where the run had them")
     merge.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
     merge.add_argument("--trust_checkpoint", action="store_true", help="read files that may run code when read")
-
-    _add_mine(command)
-    _add_encode(command)
-    _add_push(command)
 
     with exit_on_usage_error(), end_with_reader():
         # `hf-dist train run.json --seed 3`: what argparse does not know are overrides, which load_run reads
@@ -152,91 +151,6 @@ def _with_flag(argv: list[str]) -> list[str]:
     values of fields that it does not know."""
     names_a_run = len(argv) > 1 and argv[0] in TAKES_A_RUN and not argv[1].startswith("-")
     return [argv[0], "--config", *argv[1:]] if names_a_run else argv
-
-
-def _add_mine(command: Callable[..., argparse.ArgumentParser]) -> None:
-    mine = command("mine", _mine, "hard negatives for a file of pairs, found by a model")
-    add = mine.add_argument
-    add("--model", required=True, metavar="DIR", help="the output_dir of a run, or a folder of sentence-transformers")
-    add("--data", required=True, metavar="FILE", help="pairs: what dataset_name of a run file takes")
-    add("--output", required=True, metavar="FILE", help="a new .jsonl or .parquet file")
-    add("--split", default="train", help="of the data (default: %(default)s)")
-    add("--anchor_column_name", default="query", metavar="NAME", help="of the data: queries (default: %(default)s)")
-    add("--positive_column_name", default="positive", metavar="NAME", help="of the data (default: %(default)s)")
-    add("--id_column", metavar="NAME", help="rows with the same value are never negatives of each other")
-    add("--corpus", metavar="FILE", help="more documents, in a column named as the positives'")
-    add("--cross_encoder", metavar="DIR", help="scores candidates and positives in the model's place")
-    add("--seed", type=int, default=0, help="of --sampling_strategy random (default: %(default)s)")
-    theirs = mine.add_argument_group("options of mine_hard_negatives, with its defaults")
-    add = partial(theirs.add_argument, default=argparse.SUPPRESS)
-    add("--num_negatives", type=int, help="of a query (default: 3)")
-    add("--range_min", type=int, help="better ranks are left out (default: 0)")
-    add("--range_max", type=int, help="so are ranks from this one on (default: by num_negatives)")
-    add("--max_score", type=float, help="negatives score at most this")
-    add("--min_score", type=float, help="negatives score at least this")
-    add("--absolute_margin", type=float, help="negatives score at least this below the positive")
-    add("--relative_margin", type=float, help="the same, as a share of the positive's score")
-    add("--sampling_strategy", choices=["top", "random"], help="of those left (default: top)")
-    for name in ("query_prompt", "corpus_prompt"):
-        add(f"--{name}_name", metavar="NAME", help="of the model's prompts (default: the model's own)")
-        add(f"--{name}", metavar="TEXT", help="put before every text instead")
-    add("--include_positives", action="store_true", help="among the candidates, for data of rerankers")
-    formats = ["triplet", "n-tuple", "labeled-pair", "labeled-list"]
-    add("--output_format", choices=formats, help="columns of the output (default: triplet)")
-    add("--output_scores", action="store_true", help="also write the scores")
-    add("--batch_size", type=int, help="rows that go through the model at once (default: 32)")
-    add("--faiss_batch_size", type=int, help="queries compared at a time (default: by the number of documents)")
-    add("--use_faiss", action="store_true", help="search with faiss")
-    add("--use_multi_process", nargs="+", metavar="DEVICE", help="a process for each, as in cuda:0 cuda:1")
-    add("--verbose", action=argparse.BooleanOptionalAction, help="print statistics (default: true)")
-    add("--cache_folder", metavar="DIR", help="embeddings are kept here for the next time")
-
-
-def _add_encode(command: Callable[..., argparse.ArgumentParser]) -> None:
-    encode = command("encode", _encode, "embeddings of the rows of a file, or of the pictures of a folder, as a file")
-    add = encode.add_argument
-    add("--model", required=True, metavar="DIR", help="the output_dir of a run, or a hub id")
-    add("data", metavar="FILE", help="a data file, a text file (a row per line) or a folder of pictures")
-    add("--output", required=True, metavar="FILE", help="a new .npy or .parquet file, in the order of the rows")
-    add("--column", metavar="NAME", help="with the texts (default: the only one that holds texts)")
-    add("--id_column", metavar="NAME", help="kept in the .parquet (default: _id, id, or the row's number)")
-    add(
-        "--prompt_name",
-        metavar="NAME",
-        help="of the model's prompts: query, document, ... (default: the folder's own, or none)",
-    )
-    add("--prompt", metavar="TEXT", help="put before every text")
-    add("--batch_size", type=int, default=64, help="rows that go through the model at once (default: %(default)s)")
-    add("--dims", type=int, help="keep so many leading dimensions, those of Matryoshka training")
-    precisions = ["float32", "float16", "int8", "uint8", "binary", "ubinary"]
-    add("--precision", choices=precisions, default="float32", help="of the output (default: %(default)s)")
-    add("--devices", nargs="+", metavar="DEVICE", help="a process for each, as in cuda:0 cuda:1 (default: one)")
-    add("--ranges", metavar="FILE", help="of an earlier int8 or uint8 output, to have the same steps")
-
-
-def _add_push(command: Callable[..., argparse.ArgumentParser]) -> None:
-    push = command(
-        "push", _push, "a model's folder to the hub, as it loads: without checkpoints, optimizers and caches"
-    )
-    push.add_argument("folder", metavar="DIR", help="the folder that a run ended with")
-    push.add_argument("repo_id", metavar="REPO_ID", help="of the hub: someone/a-model; made if need be")
-    push.add_argument("--private", action="store_true", help="make the repository private, where it is made")
-    push.add_argument("--revision", metavar="NAME", help="branch to push to (default: main)")
-    push.add_argument("--include", nargs="+", default=[], metavar="PATTERN", help="push these files of DIR too")
-
-
-def _mine(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    from hf_dist_ext.tasks.mine import Mine, main
-
-    given = {name: value for name, value in vars(arguments).items() if name not in ("command", "act")}
-    own = {one.name: given.pop(one.name) for one in fields(Mine) if one.name in given}
-    main(Mine(**own, options=given))
-
-
-def _encode(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    from hf_dist_ext.tasks.encode import Encode, main
-
-    main(Encode(**{name: value for name, value in vars(arguments).items() if name not in ("command", "act")}))
 
 
 def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
@@ -279,12 +193,6 @@ def _env(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from hf_dist_ext.planner.environment import lines
 
     print("\n".join(lines()))
-
-
-def _push(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    from hf_dist_ext.tasks.push import main
-
-    main(Path(arguments.folder), arguments.repo_id, arguments.private, arguments.revision, arguments.include)
 
 
 def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:
@@ -333,7 +241,7 @@ def _check_flags(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
     known = fields_of_run_file()
     for name in (word[2:].partition("=")[0] for word in overrides if word.startswith("--")):
-        near = difflib.get_close_matches(name, [*(vars(arguments).keys() - {"act", "command"}), *known], 1, 0.8)
+        near = difflib.get_close_matches(name, [*(vars(arguments).keys() - {"act", "command"}), *known], 1, LIKENESS)
         if name not in known and near and near[0] not in known:
             raise UsageError(f"--{name} is not an option of this command. Closest: --{near[0]}.")
 
@@ -346,15 +254,22 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _search(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    queries, column = arguments.query, arguments.column
+    data, image = (path and Path(path) for path in (arguments.data, arguments.image))
     if arguments.top_k < 1:
         raise UsageError(f"--top_k {arguments.top_k} is not a positive number of results.")
-    wrong = [name for name in ("image", "column") if getattr(arguments, name) is not None]
-    if wrong and arguments.data is None:
-        raise UsageError(f"--{wrong[0]} goes with --data, which says what is searched. Give --data PATH.")
-    from hf_dist_ext.tasks.search import main
+    if column is not None and (data is None or data.is_dir()):
+        raise UsageError(f"--column {column} names a column of a data file. Give the file as --data.")
+    if image is not None and data is None:
+        raise UsageError("--image goes with --data, which says what is searched. Give --data PATH.")
+    if (image is None) != (bool(queries) and all(query.strip() for query in queries)):
+        raise UsageError("Ask with words, which must not be empty, or with --image, one of the two.")
+    from hf_dist_ext.tasks.search import search
 
-    query = " ".join(arguments.query)
-    main(arguments.model, query, arguments.top_k, arguments.data, arguments.image, arguments.column)
+    found = search(arguments.model, queries, data, column, image, arguments.top_k)
+    for asked, best in zip([image] if image else [f'"{query}"' for query in queries], found, strict=True):
+        print(f"{asked}, in {data or sysconfig.get_path('stdlib')}:")
+        print("\n".join(f"{score:.3f}  {document}" for score, document in best))
 
 
 def _merge(arguments: argparse.Namespace, overrides: list[str]) -> None:

@@ -22,12 +22,6 @@ class RunError(RuntimeError):
     exit_code = 1
 
 
-class StorageError(RunError):
-    """Files that could not be read for a while: the same command may be started again later."""
-
-    exit_code = 74  # EX_IOERR
-
-
 def in_short(error: UsageError | RunError) -> UsageError | RunError:
     """An error of a loader worker without the worker's traceback around it."""
     kind = type(error)
@@ -37,10 +31,12 @@ def in_short(error: UsageError | RunError) -> UsageError | RunError:
     return kind(last.strip())
 
 
+LIKENESS = 0.8  # of difflib, from which a name is clearly meant: a wrong hint is worse than none
+
+
 def closest(name: str, known: Iterable[str]) -> str:
-    """A sentence with the known name that is most like `name`, for the end of a message; "": none is clearly like it,
-    as a wrong hint is worse than none."""
-    near = difflib.get_close_matches(name, [*known], 1, 0.8)
+    """A sentence with the known name that is most like `name`, for the end of a message; "": none is like it."""
+    near = difflib.get_close_matches(name, [*known], 1, LIKENESS)
     return f' Closest: "{near[0]}".' if near else ""
 
 

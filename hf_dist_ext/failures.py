@@ -56,6 +56,7 @@ class Activity:
 
     def __init__(self) -> None:
         self.step, self.is_step = 0, False
+        self.is_asked_to_end = False  # by SIGTERM, which a launcher also sends to the ranks that are left
         self.enter("starting")
         self.touch()
 
@@ -144,6 +145,8 @@ def first_error_only() -> Iterator[None]:
             print(place, file=sys.stderr, flush=True)
         if launched.processes() > 1:
             if is_about_a_peer(error):
+                if activity.is_asked_to_end:  # the launcher, which acts on the real one, will not ask again
+                    os._exit(128 + signal.SIGTERM)
                 time.sleep(PEER_SECONDS)
             else:
                 happened = time.time()

@@ -85,8 +85,7 @@ def train(run: Run) -> None:
     from transformers.utils import logging as transformers_logging
 
     from hf_dist_ext.strategies.collectives import leave_together
-    from hf_dist_ext.tasks import push
-    from hf_dist_ext.tasks.parts import build_parts, check_available, hints, make_arguments
+    from hf_dist_ext.tasks.parts import build_parts, check_available, hints, make_arguments, push_at_end
     from hf_dist_ext.tasks.stages import run_stages, summary
     from hf_dist_ext.training import final_model, model_card
 
@@ -118,7 +117,7 @@ def train(run: Run) -> None:
         print_end(report, to_load, output_dir, pictures)
     leave_together()  # else gloo aborts some exits, and a launcher restarts them
     if pushed is not None and is_main:  # the others wait for nothing
-        push.of_run(pushed, output_dir)
+        push_at_end(pushed, output_dir)
 
 
 def train_once(

@@ -133,20 +133,6 @@ def test_trainers_that_are_compared_compute_the_same_losses(tmp_path, comparison
     assert f"| {ours['time']:.2f} | {ours['cpu_time']:.2f} |" in output
 
 
-@pytest.mark.slow
-def test_training_with_mined_negatives_starts_where_training_without_does(tmp_path):
-    options = ("--seeds", 1, "--base_steps", 3, "--steps", 3, "--batch", 8, "--arms", "without", "mined")
-    output = run("benchmark_mining.py", "--folder", tmp_path, "--validate", *options)
-    (result,) = json.loads((tmp_path / "validation" / "results.json").read_text())["results"]
-    arms, keys = ("before", "without", "mined"), ("mrr@10", "mrr@10 among all")
-    cells = [" / ".join(f"{result[arm][key]:.3f}" for key in keys) for arm in arms]
-    assert f"| 1 | {' | '.join(cells)} |" in output
-    assert len({result[arm]["mrr@10"] for arm in arms}) == 3
-    assert all(0 < result[arm]["mrr@10 among all"] < result[arm]["mrr@10"] for arm in arms)  # more are in the way
-    runs = [json.loads(path.read_text()) for path in tmp_path.glob("validation/seed1/base3-*/metrics.json")]
-    assert len(runs) == 2 and all(one["before"].items() <= result["before"].items() for one in runs)
-
-
 @pytest.mark.parametrize("words", [("benchmark_gradient_cache.py", "--preset", "gpu"), ("gpu_check.py",)])
 def test_what_needs_a_gpu_says_so_in_one_line(words):
     said = run(*words, code=2)

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import types
 
 import pytest
 
@@ -135,14 +134,6 @@ def test_init_says_what_pictures_need(monkeypatch, tmp_path, capsys, kind):
     assert ("pip install 'hf_dist_ext[image]'" in capsys.readouterr().out) is (kind == "image-text")
 
 
-def test_search_hands_its_words_to_the_search_module(monkeypatch):
-    calls = []
-    search = types.SimpleNamespace(main=lambda *arguments: calls.append(arguments))
-    monkeypatch.setitem(sys.modules, "hf_dist_ext.tasks.search", search)
-    cli.main(["search", "--model", "out", "--top_k", "3", "parse", "a date string"])
-    assert calls == [("out", "parse a date string", 3, None, None, None)]
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -151,6 +142,10 @@ def test_search_hands_its_words_to_the_search_module(monkeypatch):
         (["search", "--model", "out", "--top_k", "0", "x"], "--top_k 0"),
         (["audit", "run.json", "--rows", "-1"], "--rows -1 is not a positive number"),
         (["search", "--model", "out", "--image", "a.png"], "--image goes with --data"),
+        (["search", "--model", "out", "--column", "text", "x"], "--column text names a column of a data file"),
+        (["search", "--model", "out", "--data", ".", "--column", "text", "x"], "--column text names a column of"),
+        (["search", "--model", "out", "x", " "], "Ask with words, which must not be empty, or with --image"),
+        (["search", "--model", "out", "--data", ".", "--image", "a.png", "x"], "or with --image, one of the two"),
         (["config"], "takes a run file"),
         (["trian", "run.json"], "Closest: train."),
         (["plan", "--confg", "run.json"], "Closest: --config."),

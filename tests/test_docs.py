@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 
 from hf_dist_ext import DistTrainer, DistTrainingArguments
 from hf_dist_ext.cli import main as hf_dist
+from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.run.config import PRESET_SHORT_NAMES, RunConfig, fields_of_run_file
 from hf_dist_ext.run.help import json_schema
 from hf_dist_ext.run.read import load_run
@@ -22,6 +23,7 @@ from scripts.error_messages import messages
 from scripts.error_messages import page as page_of_messages
 from tests.distributed.forked import run_python
 from tests.launching import ROOT
+from tests.tiny_models import WORDS, embedding_model, model_config
 
 PACKAGE = ROOT / "hf_dist_ext"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -267,15 +269,7 @@ def test_every_command_is_one(page, monkeypatch, capsys):
             assert load_run(words[1:]).training["output_dir"].startswith("outputs/")
         elif program == "python":
             assert Path(words[0]).is_file()
-        elif program == "hf-dist" and words[0] not in (
-            "init",
-            "resume",
-            "search",
-            "merge",
-            "mine",
-            "encode",
-            "push",
-        ):  # of a trained model
+        elif program == "hf-dist" and words[0] not in ("init", "resume", "search", "merge"):  # of a trained model
             with pytest.raises(SystemExit) if "--help" in words else nullcontext():
                 hf_dist(words)
             assert capsys.readouterr().out
@@ -342,7 +336,15 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_a_python_example_runs(code, tmp_path):
+    if "outputs/code_search" in code:
+        embedding_model(model_config("bert")).save_pretrained(str(tmp_path / "outputs" / "code_search"))
+    for name, columns in (("notes.jsonl", ["text"]), ("pairs.jsonl", ["query", "positive"])):
+        rows = [json.dumps({column: f"{column} {one} {two}" for column in columns}) for one in WORDS for two in WORDS]
+        (tmp_path / name).write_text("\n".join(rows))
     assert run_python(code, cwd=tmp_path).strip(), "an example shows something"
+    if (tmp_path / "mined.jsonl").exists():
+        train, _ = load_datasets(RunConfig(dataset_name=str(tmp_path / "mined.jsonl")))
+        assert len(train) > 9 and train.column_names == ["query", "positive", "negative"]
 
 
 TINY_RUNS = """

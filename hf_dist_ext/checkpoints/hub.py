@@ -3,8 +3,8 @@
 (1) in the middle of a run Trainer copies the files whose names it knows from the checkpoint to output_dir, and pushes
     all of that folder. It knows no pooling, dense and tower folders and no files of a part that was trained, of which
     the hub would serve another model. Here every file of the checkpoint is copied that belongs to the model
-(2) then, at the end, and by `hf-dist push`, the files by which a folder loads as it lies there go to the hub, with its
-    card (checkpoints/model_names.py)
+(2) then, and at the end, the files by which a folder loads as it lies there go to the hub, with its card
+    (checkpoints/model_names.py)
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from __future__ import annotations
 import contextlib
 import glob
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -56,33 +55,11 @@ def copy_model(checkpoint: Path, output_dir: Path) -> bool:
 # (2) ---------------------------------------------------------------------------------------------------------------
 
 
-def files_of_model(folder: Path, include: Sequence[str] = ()) -> list[str]:
-    """The files to push, relative to the folder; `include`: patterns of others. UsageError where no weights are."""
-    everything = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    of_model = set(model_names.of_model(folder))
-    wanted = [name for name in everything if name in of_model or any(fnmatch(name, one) for one in include)]
-    if unknown := [one for one in include if not any(fnmatch(name, one) for name in everything)]:
-        raise UsageError(f"--include {unknown[0]} fits no file below {folder}. Give a pattern, as 'checkpoint-40/*'.")
-    if not any(name.endswith((".safetensors", ".bin")) for name in wanted):
-        raise UsageError(
-            f"{folder} holds no weights that could be pushed. Give the folder that a run ended with; hf-dist merge "
-            "makes one of a checkpoint."
-        )
-    return wanted
-
-
 def upload(
-    folder: Path,
-    repo_id: str,
-    *,
-    token: str | None = None,
-    revision: str | None = None,
-    include: Sequence[str] = (),
-    message: str,
-    blocking: bool = True,
+    folder: Path, repo_id: str, *, token: str | None, revision: str | None, message: str, blocking: bool
 ) -> CommitInfo | Future[CommitInfo]:
     """One commit with the model of the folder, to a repository that exists. A branch `revision` is made if need be."""
-    names, api = files_of_model(folder, include), HfApi(token=token)
+    names, api = model_names.of_model(folder), HfApi(token=token)
     if revision is not None and not revision.startswith("refs/"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     return api.upload_folder(

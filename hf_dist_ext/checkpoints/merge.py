@@ -55,18 +55,6 @@ def is_part(folder: Path) -> bool:
     return has_part and not (folder / "modules.json").is_file()
 
 
-def folders_behind(folder: Path) -> list[Path]:
-    """The folders whose weights make the model: this one, and the base's where it holds a part alone."""
-    if (folder / "modules.json").is_file() and (folder / CONFIG).is_file():
-        base, revision = base_of(folder)
-    elif trainable.has_trainable_weights(folder) or (folder / CONFIG).is_file():
-        facts = _verified(folder)
-        base, revision = facts["base_model"], facts["base_revision"]
-    else:
-        return [folder]
-    return [folder, *folders_behind(resolve_folder(base, revision))]
-
-
 # (1) ---------------------------------------------------------------------------------------------------------------
 
 

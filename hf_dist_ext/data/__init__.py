@@ -9,8 +9,7 @@ datasets, and `fingerprint.py` finds out whether the data are the same. `collato
 `sentence_collator.py` makes batches by a tokenizer or the `preprocess` of a SentenceTransformer,
 `image_text_collator.py` those of conversations, and `row_facts.py` takes a batch apart again. `tokens.py` holds texts'
 tokens before they are padded. `evaluations.py` reads the corpora and rows that a run is judged by. `bad_rows.py` has
-what a training loader calls for a batch, which replaces rows that can not be used; `storage.py` deals with files that
-can not be read, and `encoding.py` with files that are not UTF-8.
+what a training loader calls for a batch, which replaces rows that can not be used.
 """
 
 from typing import TYPE_CHECKING

@@ -35,12 +35,10 @@ from datasets import Dataset, IterableDataset
 from hf_dist_ext.data import digits
 from hf_dist_ext.data.collator import as_list
 from hf_dist_ext.data.columns import AnyDataset, arrow_batches, columns_of, require_column, type_name
-from hf_dist_ext.data.encoding import refuse_other_encoding
 from hf_dist_ext.data.image_files import find_image
 from hf_dist_ext.data.kept_files import kept_file
 from hf_dist_ext.data.load import facts_of, load_datasets, open_splits, refuse_empty
 from hf_dist_ext.data.row_check import RowCheck
-from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
 
@@ -98,9 +96,8 @@ def _json_rows(path: Path) -> list[dict[str, Any]]:
             rows = json.loads(text)
         else:
             rows = [json.loads(line) for line in text.split("\n") if line.strip()]  # a text may hold other line ends
-    except UnicodeDecodeError:
-        refuse_other_encoding(f'Dataset "{path}"', path)
-        raise
+    except UnicodeDecodeError as error:
+        raise UsageError(f'Dataset "{path}" is not UTF-8 text: {error}.') from error
     except json.JSONDecodeError as error:
         raise UsageError(f'Dataset "{path}" is not JSON or JSON lines: {error}.') from error
     if not all(isinstance(row, dict) for row in rows):
@@ -245,22 +242,16 @@ class ConversationReader:
                 raise UsageError(f"an answer {f'holds {MARK}' if text.strip() else 'is empty'}. Remove the row.")
 
     def _open(self, image: Any) -> Any:
-        from PIL import UnidentifiedImageError
+        from PIL import Image, UnidentifiedImageError
 
         if not isinstance(image, str):
             return image.convert("RGB")
         path = find_image(image, self.folder)
         try:
-            return with_retries(lambda: _opened(path), path)
+            with Image.open(path) as opened:
+                return opened.convert("RGB")
         except (UnidentifiedImageError, OSError) as error:
             raise UsageError(f"{path} cannot be read as an image: {error}.") from error
-
-
-def _opened(path: str) -> Any:
-    from PIL import Image
-
-    with Image.open(path) as opened:
-        return opened.convert("RGB")
 
 
 def _content(text: str) -> list[dict[str, str]]:

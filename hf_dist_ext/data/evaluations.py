@@ -28,12 +28,10 @@ import pyarrow.json
 from datasets import Dataset
 
 from hf_dist_ext.data.columns import columns_of, require_column
-from hf_dist_ext.data.encoding import refuse_other_encoding
 from hf_dist_ext.data.load import (
     loading_errors,
     open_here,
     open_splits,
-    opened,
     path_of,
     place_of,
     say_what_is_not_read,
@@ -151,7 +149,6 @@ def _read_beir(folder: Path, split: str | None) -> tuple[dict[str, Dataset], lis
                 table = pa.json.read_json(stream, pa.json.ReadOptions(block_size=2**24), options)
             table.validate(full=True)  # Arrow reads the JSON of any bytes
         except pa.ArrowException as error:
-            refuse_other_encoding(str(path), path)
             raise UsageError(
                 f'{path} cannot be read: {error}. Every line is an object with texts "_id" and "text".'
             ) from None
@@ -161,9 +158,8 @@ def _read_beir(folder: Path, split: str | None) -> tuple[dict[str, Dataset], lis
     path = _file(folder / "qrels", f"{_choose_split(dict.fromkeys(splits), split, 'qrels')}.tsv")
     try:
         return tables, _read_qrels(path)
-    except UnicodeDecodeError:
-        refuse_other_encoding(str(path), path)
-        raise
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: {error}.") from None
 
 
 def _read_qrels(path: Path) -> list[Judgement]:
@@ -266,7 +262,7 @@ def _contents(table: Dataset, kind: str) -> Sequence:
 def read_rows(options: RowsEvaluation) -> RowsData:
     names = {name: (options.columns or {}).get(name, name) for name in COLUMNS[type(options)]}
     config = RunConfig(dataset_name=options.path, dataset_config_name=options.config, label_column=names.get("score"))
-    splits = opened(open_splits, options.path, config)
+    splits = open_splits(options.path, config)
     say_what_is_not_read(options.path)
     split = _choose_split(splits, options.split, options.path)
     dataset, rows = splits[split], {}

@@ -101,36 +101,25 @@ def pair_of(run: RunConfig, dataset: AnyDataset, together: Sequence[str]) -> lis
 def _groups(dataset: Dataset, together: Sequence[str], pair: Sequence[str]) -> np.ndarray:
     """(rows,) numbers 0, 1, ... that are equal for rows that share a value of one column of `together`, or the values
     of all columns of `pair`, directly or through other rows."""
-    earlier = np.arange(len(dataset))  # an earlier row of the same group
+    from scipy.sparse import coo_array  # takes a moment
+    from scipy.sparse.csgraph import connected_components
+
+    rows = np.arange(len(dataset))
+    links = [np.stack([rows, rows])]  # (2, links) rows of which the second is the first with the same value
     if pair:
         first_column, *others = content_hashes(dataset, pair).T
         hashes = sum(others, start=first_column * np.uint64(31))  # the same two texts in the other order are no repeat
         _, first, same = np.unique(hashes, return_index=True, return_inverse=True)
-        earlier = first[same]
-    if together:
-        earlier = _joined(dataset, together, earlier.tolist())
-    _, first, groups = np.unique(earlier, return_index=True, return_inverse=True)
-    return first.argsort().argsort()[groups]  # counted as they first appear
-
-
-def _joined(dataset: Dataset, columns: Sequence[str], group_of: list[int]) -> np.ndarray:
-    """(rows,) a row of the same group, the same for all of them. `group_of`: of each row an earlier one of its
-    group."""
-    first_with: dict[tuple, int] = {}  # value -> its first row
-
-    def root(row: int) -> int:
-        while group_of[row] != row:
-            group_of[row] = row = group_of[group_of[row]]
-        return row
-
-    for column in columns:
-        row = 0
-        for table in arrow_batches(dataset.select_columns([column])):
-            for value in table.column(column).to_pylist():
-                for content in _values(value):
-                    group_of[root(row)] = root(first_with.setdefault((column, content), row))
-                row += 1
-    return np.array([root(row) for row in range(len(dataset))])
+        links.append(np.stack([rows, first[same]]))
+    for column in together:
+        first_with: dict = {}  # value -> its first row
+        stored = (table.column(column).to_pylist() for table in arrow_batches(dataset.select_columns([column])))
+        found = enumerate(_values(value) for values in stored for value in values)
+        pairs = [(row, first_with.setdefault(content, row)) for row, contents in found for content in contents]
+        links.append(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)
+    row, other = np.concatenate(links, axis=1)
+    graph = coo_array((np.ones(len(row), dtype=bool), (row, other)), shape=(len(rows), len(rows)))
+    return connected_components(graph, directed=False)[1]
 
 
 def _values(value: Any) -> list:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from datasets import Dataset
 
 from hf_dist_ext.data.columns import map_stored, with_features
 from hf_dist_ext.data.row_check import RowCheck
-from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
 
@@ -50,18 +48,10 @@ def image_path(name: str, folder: str | None) -> str:  # (1)
 def find_image(name: str | None, folder: str | None) -> str:
     """The path of an image file that exists. Raises UsageError."""
     path = image_path(name or "", folder)
-    if not with_retries(lambda: _is_file(path), path):
+    if not os.path.isfile(path):
         hint = "Check image_folder." if folder else "Set image_folder to the folder that the names start in."
         raise UsageError(f"there is no image file {path}. {hint}")
     return path
-
-
-def _is_file(path: str) -> bool:
-    """As `os.path.isfile`, which however mistakes a file system that does not answer for a missing file."""
-    try:
-        return stat.S_ISREG(os.stat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return False
 
 
 def with_images(dataset: Any, sources: Mapping[str, Any], run: RunConfig, check: RowCheck) -> Any:

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,6 @@ from hf_dist_ext.data.columns import (
     require_column,
     resolve_columns,
 )
-from hf_dist_ext.data.encoding import refuse_other_encoding, refuse_text
 from hf_dist_ext.data.hold_out import HOLDOUT_SEED, hold_out, kept_together, pair_of
 from hf_dist_ext.data.image_files import with_images
 from hf_dist_ext.data.row_check import (
@@ -49,7 +48,6 @@ from hf_dist_ext.data.row_check import (
     check_texts,
     first_of_node,
 )
-from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.files import looks_like_a_path
 from hf_dist_ext.run.losses import LABEL_COLUMNS, embedded_columns
@@ -94,13 +92,13 @@ def load_datasets(
     train_check, evaluation = RowCheck(train_name, max_bad_rows), None
     with first_of_node() as train_check.is_on:
         # (1), (2)
-        splits = opened(opener, run.dataset_name, run)
+        splits = opener(run.dataset_name, run)
         if train_check.is_on:
             say_what_is_not_read(run.dataset_name)
         train = pick_split(splits, run.train_split, run.dataset_name, "train_split")
         eval_name, eval_split = run.eval_dataset_name or run.dataset_name, run.eval_split
         if run.eval_dataset_name:
-            splits = opened(opener, eval_name, run)
+            splits = opener(eval_name, run)
             if train_check.is_on:
                 say_what_is_not_read(eval_name)
             eval_split = eval_split or only_split(splits, eval_name)
@@ -129,16 +127,12 @@ def load_datasets(
     train = first_rows(train, run.max_train_samples)
     if isinstance(train, IterableDataset) and seed is not None:
         train = train.shuffle(seed=seed, buffer_size=run.shuffle_buffer_rows or SHUFFLE_BUFFER_ROWS)
+    if path_of(run.dataset_name).exists():
+        train.info.dataset_name = path_of(run.dataset_name).name  # for errors; `datasets` has the kind of file there
     return train, first_rows(evaluation, run.max_eval_samples) if evaluation is not None else None
 
 
 # (1) ---------------------------------------------------------------------------------------------------------------
-
-
-def opened(opener: Callable, name: str, run: RunConfig) -> Mapping[str, AnyDataset]:
-    """A file system may hang for a while; a hub id that nobody answers is a mistake, or `datasets` has tried again."""
-    is_local = with_retries(path_of(name).exists, f"the path {name}")
-    return with_retries(lambda: opener(name, run), f'dataset "{name}"') if is_local else opener(name, run)
 
 
 def path_of(name: str) -> Path:
@@ -226,11 +220,6 @@ def loading_errors(name: str) -> Iterator[None]:
         path = path_of(name)
         if isinstance(cause, TypeError):
             refuse_late_type(f'Dataset "{name}"', cause, first_features(path) if path.exists() else None)
-        for file in [path] if path.is_file() else sorted(path.rglob("*")):
-            if file.is_file() and not {".parquet", ".arrow"}.intersection(file.suffixes):
-                refuse_other_encoding(f'Dataset "{name}"' if file == path else str(file), file)
-        if isinstance(cause, UnicodeDecodeError):
-            refuse_text(f'Dataset "{name}"', cause)
         reason = " ".join(str(cause).split())[:300] or type(cause).__name__
         # of a CSV file, pandas' words; of a JSON file, those of datasets 4.0
         no_rows = ("corresponds to no data", "No columns to parse", "Please pass `features` or at least one example")
@@ -245,13 +234,6 @@ def loading_errors(name: str) -> Iterator[None]:
         ) from error
     finally:
         theirs.setLevel(level)
-
-
-def refuse_bytes(rows: Dataset, columns: Iterable[str], name: str) -> None:
-    """Raises UsageError where a text is none: Arrow reads the JSON of any bytes."""
-    with loading_errors(name):
-        for column in columns:
-            rows.data.column(column).validate(full=True)
 
 
 def first_features(path: Path) -> datasets.Features | None:

@@ -64,6 +64,13 @@ class RowsAround(Dataset):
         return getattr(self.dataset, name)
 
 
+class RowNumbers(RowsAround):
+    """A map-style dataset to a loader, which hands the numbers of a batch's rows to a `BatchMaker` (bad_rows.py)."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+
 class Tagged(RowsAround):
     """A dataset whose rows carry the name of their source."""
 

@@ -88,8 +88,8 @@ class DataPosition:
 
     # ---- (2): what checkpoints hold ----
 
-    def facts(self, bad_rows: Any) -> dict[str, Any]:
-        """For the manifest; a finished epoch is the beginning of the next. `bad_rows`: those of the epoch so far."""
+    def facts(self) -> dict[str, Any]:
+        """For the manifest; a finished epoch is the beginning of the next."""
         now, dataset = self.used, self.run.train_dataset
         how = {
             "dataloader_num_workers": self.args.dataloader_num_workers,
@@ -104,16 +104,11 @@ class DataPosition:
             now = replace(now, epoch=now.epoch + 1, rows=0, window=self.rows_per_micro_batch)
         elif now.rows:
             how["order_digest"] = None if self._order is None else self._order.digest()
-            how["bad_rows"] = bad_rows
         return {"samples_seen": now.samples, "position": asdict(now)} | how
 
     def save(self, folder: str) -> None:
         if self.stream is not None:
             stream_order.save(self.stream, folder)
-
-    def pop_resumed(self, name: str) -> Any:
-        """What the resumed checkpoint tells of the epoch it was written in; once, as the next epoch is another."""
-        return self._begun.pop(name, None)
 
     # ---- (3): a training begins and ends ----
 
@@ -149,7 +144,7 @@ class DataPosition:
         if isinstance(dataset, IterableDataset) and self.stream is None:  # else workers change nothing
             now["dataloader_num_workers"] = args.dataloader_num_workers
         changed = [name for name in now if content[name] != now[name]]
-        self.used, self._begun = used, {name: content.get(name) for name in ("order_digest", "bad_rows", "sources")}
+        self.used, self._begun = used, {name: content.get(name) for name in ("order_digest", "sources")}
         if changed and content.get("sources"):
             self._begun["order_digest"] = None  # what is left of the epoch is cut anew
         if (content["stream_order"] == "one") != self.reads_in_one_order:
@@ -324,7 +319,7 @@ class DataPosition:
                 f"the processes do not draw the same order of epoch {batches.epoch} from {sampler}, so rows would be "
                 f"repeated and others skipped. {as_it_should}"
             )
-        begun = self.pop_resumed("order_digest")
+        begun = self._begun.pop("order_digest", None)  # once, as the next epoch is another
         if begun is None or begun == digest or self.used.rows == 0:
             return
         text = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,8 @@ import torch.distributed as dist
 from datasets import Dataset
 
 from hf_dist_ext.data.columns import PARTS, Source, arrow_batches, type_name
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.data.mixture import Mixture
+from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.run.losses import names_in
 
 logger = logging.getLogger(__name__)
@@ -72,8 +74,6 @@ class RowCheck:
             return
         rows = ", ".join(map(str, sorted(self.bad)[:SHOWN])) + (", ..." if count > SHOWN else "")
         more = f", more than max_bad_rows={self.may_be_bad}." if self.may_be_bad else "."
-        if self.may_be_bad == 0:
-            more += f" max_bad_rows={count} would replace such rows."
         raise UsageError(f"{self.first} Rows that cannot be used: {count} ({rows}){more}")
 
     def finish(self) -> set[int]:
@@ -115,8 +115,8 @@ def check_texts(dataset: Dataset, column: str, source: Source, is_pair: bool, ch
         # (rows,) booleans: this row has something to embed in at least one of the sources
         has_content = np.zeros(len(table), dtype=bool)
         for dataset_column in sources:
-            has_content |= content_mask(table.column(dataset_column))
             _refuse_not_utf8(table.column(dataset_column), check, row_offset, f', column "{dataset_column}": the text')
+            has_content |= content_mask(table.column(dataset_column))
         for row in np.flatnonzero(~has_content) if is_pair else ():
             check.add(
                 row_offset + int(row), f"every row needs a {column}, this is empty or null. Remove the row.", shown
@@ -130,7 +130,7 @@ def check_texts(dataset: Dataset, column: str, source: Source, is_pair: bool, ch
 
 def _refuse_not_utf8(values: pa.ChunkedArray, check: RowCheck, first: int, what: str) -> None:
     """Of a text that cannot be decoded; Arrow's JSON reader takes any bytes. No such row can be replaced: what reads
-    the whole column, such as hashes and tokens, fails at it. `first`: the number of the first row."""
+    the whole column fails at it. `first`: the number of the first row."""
 
     def is_valid(part: pa.ChunkedArray) -> bool:
         try:
@@ -169,10 +169,10 @@ def check_no_nulls(dataset: Dataset, option: str, column: str, check: RowCheck) 
     what = "an id" if is_id else "a label"
     for table in arrow_batches(dataset.select_columns([column])) if check.is_on else ():
         values = table.column(column)
+        _refuse_not_utf8(values, check, row_offset, f': {option} "{column}"')
         for row in np.flatnonzero(~content_mask(values) if is_id else values.is_null().to_numpy()):
             how = "empty" if values[row].is_valid else "null"
             check.add(row_offset + int(row), f'{option} "{column}" is {how}. Give every row {what}.')
-        _refuse_not_utf8(values, check, row_offset, f': {option} "{column}"')
         row_offset += len(table)
 
 
@@ -196,6 +196,37 @@ def check_labels(dataset: Dataset, column: str, check: RowCheck) -> None:
         row_offset += len(table)
 
 
+def name_of(dataset: Any) -> str:
+    info = getattr(dataset, "info", None)
+    return getattr(info, "dataset_name", None) or f"the training set ({type(dataset).__name__})"
+
+
+def bad_row_in_words(dataset: Any, one: Any, name: str, error: Exception) -> str:
+    """Which row of a training set cannot be used, and why. `one`: its number in `dataset`, or the row of a stream."""
+    number, row = getattr(one, "number", one), getattr(one, "row", one)
+    if isinstance(dataset, Mixture):
+        source, number = dataset.locate(number)
+        name, dataset = f'source "{source.name}" of datasets', source.dataset
+    columns = getattr(dataset, "column_names", None) or (list(row) if isinstance(row, Mapping) else [])
+    quoted = [column for column in columns if re.search(rf"['\"]{re.escape(column)}['\"]", str(error))]
+    bad = quoted or [column for column in columns if _lacks(column, row, number, dataset)]
+    where = f', column "{bad[0]}"' if bad else ""
+    if (indices := getattr(dataset, "_indices", None)) is not None:  # rows of the file were chosen or shuffled
+        number = indices.column(0)[number].as_py()
+    place = f"the row {row!r:.100}" if dataset is None else f"row {number} (counted from 0)"
+    kind = "" if isinstance(error, UsageError | RunError) else f"{type(error).__name__}: "
+    return f"{name}, {place}{where}, cannot be used: {kind}{error}"
+
+
+def _lacks(column: str, row: Any, number: int, dataset: Any) -> bool:
+    """Whether the value of a row cannot be read, or there is none."""
+    try:
+        row = row if isinstance(row, Mapping) else dataset.with_format(None).select_columns([column])[number]
+        return row[column] is None
+    except Exception:
+        return True
+
+
 def column_kind(feature: Any) -> str | None:
     """ "text", "texts" (a list per row), "image", "both" (text and image), or None for what can not be embedded."""
     if isinstance(feature, datasets.Image):
@@ -216,20 +247,12 @@ def content_mask(values: pa.ChunkedArray) -> np.ndarray:
     if isinstance(values.type, LISTS):
         return content_counts(values) > 0
     if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
-        is_text = pc.and_not(pc.greater(pc.binary_length(values), 0), _is_space(values))
+        is_text = pc.and_not(pc.greater(pc.binary_length(values), 0), pc.utf8_is_space(values))
         return pc.fill_null(is_text, False).to_numpy(zero_copy_only=False)
     if pa.types.is_struct(values.type) and {field.name for field in values.type} <= {*PARTS}:
         parts = [content_mask(pc.struct_field(values, field.name)) for field in values.type]
         return np.logical_or.reduce(parts)
     return pc.is_valid(values).to_numpy(zero_copy_only=False)
-
-
-def _is_space(texts: pa.Array) -> pa.Array:
-    try:
-        return pc.utf8_is_space(texts)
-    except pa.ArrowInvalid:  # some are not UTF-8, which `check_texts` says of each
-        of_bytes = texts.cast(pa.large_binary()).to_pylist()
-        return pa.array([one is not None and one.decode(errors="replace").isspace() for one in of_bytes])
 
 
 def content_counts(values: pa.ChunkedArray) -> np.ndarray:

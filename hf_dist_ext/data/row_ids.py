@@ -24,7 +24,6 @@ from transformers.utils import logging
 
 from hf_dist_ext.data.kept_files import kept_file
 from hf_dist_ext.data.row_check import content_mask
-from hf_dist_ext.data.storage import reserve
 
 logger = logging.get_logger(__name__)
 
@@ -45,15 +44,13 @@ def shared_ids(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
     # `datasets` changes a dataset's fingerprint with every change of a row
     facts = f"{VERSION} {dataset._fingerprint} {len(dataset)} {list(columns)}"
     name = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
-    shape = len(dataset), len(columns)
 
     def read(path: Path) -> np.ndarray:
-        return np.lib.format.open_memmap(path, "r").reshape(shape)
+        return np.lib.format.open_memmap(path, mode="r").reshape(len(dataset), len(columns))
 
     def make(path: Path) -> None:
-        ids = np.lib.format.open_memmap(path, "w+", np.int32, shape)
-        reserve(path, path.stat().st_size)
-        numbered(content_hashes(dataset, columns, False), ids).flush()
+        with path.open("wb") as file:  # np.save would end its name with ".npy"
+            np.save(file, numbered(content_hashes(dataset, columns, False)))
 
     try:
         return kept_file(f"row_ids_{name}.npy", read, make)
@@ -110,14 +107,12 @@ def _hashes(values: pa.Array) -> np.ndarray:
 # ---- (2) ----
 
 
-def numbered(ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+def numbered(ids: np.ndarray) -> np.ndarray:
     """Any integers (rows, columns) as int32: 1, 2, ... where several rows hold the integer, else 0."""
-    if out is None:
-        out = np.empty(ids.shape, dtype=np.int32)
+    out = np.zeros(ids.shape, dtype=np.int32)
     ids = ids if ids.itemsize == 8 else ids.astype(np.int64)
     flat, numbers = ids.reshape(-1).view(np.uint64), out.reshape(-1)  # flat index: row * columns + column
     again = _repeated_within_rows(ids)
-    numbers[:] = 0
     parts = np.empty(len(flat), dtype=np.uint8)
     for first in range(0, len(flat), ROWS):
         block = flat[first : first + ROWS]

@@ -24,9 +24,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as this_worker
 
 from hf_dist_ext.data.columns import refuse_late_columns, refuse_late_type
-from hf_dist_ext.data.encoding import refuse_text
 from hf_dist_ext.data.mixture import MixedStream
-from hf_dist_ext.data.storage import with_retries
+from hf_dist_ext.errors import UsageError
 
 MAX_READERS = 32  # open files of one process that trains alone; a machine's 8 GPUs read through 4 each
 FIRST_ROWS = 16  # of a source, that ranks compare
@@ -159,7 +158,7 @@ class _Open:
 
     def block(self) -> StreamBlock:
         before = self.state
-        rows = with_retries(self._read, f"the stream's shards of reader {self.reader}")
+        rows = self._read()
         if self.readers.seed is not None:
             seed = (self.readers.seed, self.epoch, self.reader, self.number)
             rows = [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
@@ -181,11 +180,9 @@ class _Open:
         except CastError as error:
             refuse_late_columns("the stream", error)
         except UnicodeDecodeError as error:  # of a JSON file; one of CSV fails before
-            refuse_text("the stream", error)
-        except BaseException as error:
-            self.rows = None  # an iterator that failed is over: a retry begins at the state
-            if isinstance(error, TypeError):
-                refuse_late_type("the stream", error, self.readers.stream.features)
+            raise UsageError(f"the stream is not UTF-8 text: {error}.") from error
+        except TypeError as error:
+            refuse_late_type("the stream", error, self.readers.stream.features)
             raise
         finally:
             this_worker._worker_info = info

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_dist_ext.errors import UsageError, closest
+from hf_dist_ext.errors import LIKENESS, UsageError, closest
 
 # One alternative of a type: (kind, detail). Kinds: "bool", "int", "float", "str", "null", "any" (detail None);
 # "literal" (the value); "list", "dict" (the Type of the items); "object" (the name of a class JSON cannot express).
@@ -257,7 +257,7 @@ def check_value(one: Field, value: Any, where: str) -> None:
         takes, choices = describe(one.type), [detail for kind, detail in one.type if kind == "literal"]
         if len(choices) > 12:
             near = [name for name in choices if name.startswith(str(value))]
-            near += difflib.get_close_matches(str(value), choices, 3, 0.8)
+            near += difflib.get_close_matches(str(value), choices, 3, LIKENESS)
             takes = f"one of {len(choices)} names"
             takes += f"; closest: {', '.join(map(json.dumps, near[:3]))}" if near else " that --help all lists"
         raise UsageError(f"{one.name}={show(value, one.name)} in {where} is {kind_of(value)}; it takes {takes}.")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import LIKENESS, UsageError
 from hf_dist_ext.run.fields import kind_of
 
 YAML = (".yaml", ".yml")
@@ -28,7 +29,7 @@ def read_fields(path: Path) -> dict[str, Any]:
         content = _parse_yaml(path, text) if path.suffix in YAML else _parse_json(path, text)
     except FileNotFoundError:
         names = [one.name for one in path.parent.glob("*") if one.suffix in (".json", *YAML)]
-        near = difflib.get_close_matches(path.name, names, 1, 0.4)
+        near = difflib.get_close_matches(path.name, names, 1, LIKENESS)
         hint = f"Closest: {path.parent / near[0]}" if near else "Give the path of a JSON or YAML file."
         raise UsageError(f"--config {path}: no such file. {hint}") from None
     except RecursionError:
@@ -79,3 +80,8 @@ def _parse_yaml(path: Path, text: str) -> Any:
         at = getattr(error, "problem_mark", None)
         place = f"line {at.line + 1}, column {at.column + 1}: " if at else ""
         raise UsageError(f"{path} is not YAML: {place}{getattr(error, 'problem', None) or error}. Mend it.") from None
+
+
+def upload_command(folder: str | Path, repo_id: str | None) -> str:
+    """What pushes the folder of a run, without the checkpoints that lie in it."""
+    return f"hf upload {repo_id or 'REPO_ID'} {shlex.quote(str(folder))} . --exclude 'checkpoint-*'"

@@ -20,7 +20,12 @@ VALUES: dict[tuple[str, str], str] = {
     ("pipeline_schedule", "zero_bubble_v"): 'it is gone since 0.3. Use "zero_bubble".',
 }
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "encode": "gone since 0.3. SentenceTransformer(DIR).encode does it: docs/after-training.md has an example.",
+    "mine": "gone since 0.3. mine_hard_negatives of sentence_transformers.util does it: docs/after-training.md has an "
+    "example.",
+    "push": "gone since 0.3. Run: hf upload REPO_ID DIR . --exclude 'checkpoint-*'",
+}
 
 EVALUATIONS: dict[str, str] = {
     "nanobeir": 'type "nanobeir" is gone since 0.3: pass evaluator=NanoBEIREvaluator() to DistTrainer from Python.',

@@ -51,8 +51,8 @@ class Lease:
                 os.close(before)
         elif (owner := _read(self.path)).get("token") != self.token:
             raise RunError(
-                f"{self.path.parent} was taken over by {_owner(owner)}, as {NAME} of this run was deleted. This run "
-                "writes nothing more there. Let the other one go on, or stop it and resume."
+                f"{self.path.parent} was taken over by {_owner(owner)}, as {NAME} of this run was deleted or its "
+                "launcher killed. This run writes nothing more there. Let the other one go on, or stop it and resume."
             )
 
     def release(self) -> None:

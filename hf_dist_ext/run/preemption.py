@@ -19,6 +19,8 @@ import threading
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from hf_dist_ext.failures import activity
+
 REQUEUE = 75  # EX_TEMPFAIL: try again later
 INTERRUPTED = 128 + signal.SIGINT
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -65,6 +67,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        activity.is_asked_to_end |= number == signal.SIGTERM
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)  # the second one ends the process
         if not self.finishes_steps:

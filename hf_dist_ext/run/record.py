@@ -15,7 +15,7 @@ from typing import Any
 from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.folder import resume_or_start
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import LIKENESS, UsageError
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.fields import is_secret
 from hf_dist_ext.run.files import read_fields
@@ -50,9 +50,8 @@ def resume(folder: Path, overrides: list[str]) -> list[str]:
     was moved. The process then is in the folder that the run was started in. Raises UsageError."""
     path = folder.resolve() / NAME
     if not folder.is_dir():
-        nearest = difflib.get_close_matches(
-            folder.name, os.listdir(folder.parent) if folder.parent.is_dir() else [], n=1
-        )
+        beside = os.listdir(folder.parent) if folder.parent.is_dir() else []
+        nearest = difflib.get_close_matches(folder.name, beside, 1, LIKENESS)
         hint = f" Closest: {folder.parent / nearest[0]}." if nearest else ""
         raise UsageError(f"{folder} does not exist. Give the output_dir of a run that has begun.{hint}")
     if not path.is_file():

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_dist_ext import launched
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import LIKENESS, UsageError
 from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.config import NEEDS, Run, RunConfig
 from hf_dist_ext.run.evaluations import parse_evaluations
 from hf_dist_ext.run.fields import show
-from hf_dist_ext.run.files import looks_like_a_path
+from hf_dist_ext.run.files import looks_like_a_path, upload_command
 from hf_dist_ext.run.losses import INFONCE_FIELDS
 from hf_dist_ext.run.parts import check_parts
 from hf_dist_ext.run.sources import BUILT_IN, NUM_PAIR_COLUMNS, check_sources, sources_of
@@ -139,8 +139,8 @@ def check_rules(run: Run) -> None:
     if given.get("deepspeed"):
         deepspeed_install.check("deepspeed is set: ")
     offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_on(os.environ.get(name, ""))]
-    later = f"Or train without push_to_hub and push the folder afterwards: hf-dist push {run.training['output_dir']} "
-    later += given.get("hub_model_id") or "REPO_ID"
+    later = upload_command(run.training["output_dir"], given.get("hub_model_id"))
+    later = f"Or train without push_to_hub and push the folder afterwards: {later}"
     if given.get("push_to_hub") and offline:
         raise UsageError(f"push_to_hub is true but {offline[0]} is set. Unset one of the two. {later}")
     if given.get("push_to_hub") and launched.rank() == 0 and not (given.get("hub_token") or _has_token()):
@@ -186,7 +186,7 @@ def closest_folder(name: str) -> str:
         beside = [one.name for one in path.parent.iterdir() if one.is_dir()]
     except OSError:
         return ""
-    near = difflib.get_close_matches(path.name, beside, 1)
+    near = difflib.get_close_matches(path.name, beside, 1, LIKENESS)
     return f'Closest: "{path.parent / near[0]}". ' if near else ""
 
 

@@ -15,7 +15,7 @@ from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, decides_here, resume_or_start
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.fields import check_name
-from hf_dist_ext.run.files import looks_like_a_path
+from hf_dist_ext.run.files import looks_like_a_path, upload_command
 from hf_dist_ext.run.sources import sources_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def plan_stages(run: Run, layers: list[Layer], parse: Callable[[list[Layer]], Ru
     if run.given.get("push_to_hub"):
         raise UsageError(
             "push_to_hub=true with stages would push their checkpoints, and never the model that they end with. "
-            f"Push the folder afterwards: hf-dist push {run.training['output_dir']} REPO_ID"
+            f"Push the folder afterwards: {upload_command(run.training['output_dir'], None)}"
         )
     stages: list[Run] = []
     for index, fields in enumerate(run.options.stages):

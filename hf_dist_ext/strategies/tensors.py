@@ -50,14 +50,6 @@ def num_parts(tensor: torch.Tensor) -> int:
     return parts
 
 
-def split_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Its gradient, of which this process holds the same part: that of word embeddings whose rows ranks split between
-    them is whole on each in torch 2.13."""
-    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
-        return gradient.redistribute(placements=parameter.placements)
-    return gradient
-
-
 @contextlib.contextmanager
 def whole_under_zero(tensor: torch.Tensor) -> Iterator[None]:
     """While inside, a weight that ZeRO-3 holds in parts is whole on every rank."""

@@ -37,7 +37,6 @@ from hf_dist_ext.run.losses import LATE, MATRYOSHKA, OWN
 from hf_dist_ext.run.parts import label_column_of, takes_negatives_as_columns
 from hf_dist_ext.run.sources import all_parts
 from hf_dist_ext.strategies import choose
-from hf_dist_ext.tasks import closing_lines
 from hf_dist_ext.tasks.adapters import adapt, quantization_of
 from hf_dist_ext.tasks.lengths import lengths_of, refuse_nothing_left
 from hf_dist_ext.tasks.losses import build_loss
@@ -124,7 +123,8 @@ def _figures(loss: Any, sources: LoadedSources | None) -> Sequence[str]:
 
 
 def hints(run: Run) -> list[str]:
-    return closing_lines.lines(run)
+    kind = "MultiVectorEncoder" if _is_late(run.options) else "SentenceTransformer"
+    return [f'use it:   from sentence_transformers import {kind}; model = {kind}("{{folder}}")']
 
 
 # ---- (1) ----

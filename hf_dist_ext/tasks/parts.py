@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import time
@@ -21,17 +22,20 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, constants
+from torch.utils.checkpoint import checkpoint
 from transformers import set_seed
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from hf_dist_ext import launched, policy
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.checkpoints import hub
+from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.evaluation import evaluators
 from hf_dist_ext.failures import joining
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.fields import show
+from hf_dist_ext.run.files import upload_command
 from hf_dist_ext.run.rules import closest_folder
-from hf_dist_ext.tasks import options
-from hf_dist_ext.training import console, same_run
+from hf_dist_ext.training import console, model_card, same_run
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.meter import MetricsFile
 from hf_dist_ext.training.metrics import similarity_of
@@ -171,18 +175,29 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
     is_whole = run.options.model_config is not None if run.options.use_lora else run.options.task == "embedding"
     if is_whole and not run.name:
         training.setdefault("save_full_model", True)
-    options.check_of_accelerator(training.get("accelerator_config"))
     try:
         with joining():  # transformers makes the process group here
             args = DistTrainingArguments(**training)
-    except ValueError as error:  # transformers checks its fields against each other here
+    except (TypeError, ValueError) as error:  # transformers checks its fields against each other here
         theirs = " ".join(str(error).split())
         raise UsageError(next((ours for word, ours in OUR_WORDS.items() if word in theirs), theirs)) from error
-    options.check(args)
+    _refuse_unread_options(args)
     same_run.check_fields(run.flat())
     if "trackio" in args.report_to:
         _settle_trackio(args)
     return args
+
+
+def _refuse_unread_options(args: DistTrainingArguments) -> None:
+    """A layer takes any option of checkpointing, and a schedule without options ignores them."""
+    schedule = TYPE_TO_SCHEDULER_FUNCTION[args.lr_scheduler_type]
+    not_options = {"function", "args", "optimizer", "num_warmup_steps", "num_training_steps"}
+    for name, reader in (("gradient_checkpointing_kwargs", checkpoint), ("lr_scheduler_kwargs", schedule)):
+        takes = [one for one in inspect.signature(reader).parameters if one not in not_options]
+        wrong = [one for one in getattr(args, name) or {} if one not in takes]
+        if wrong and (reader is checkpoint or "kwargs" not in takes):
+            takes = ", ".join(one for one in takes if one != "kwargs")
+            raise UsageError(f'{name} has "{wrong[0]}", and takes {takes}.')
 
 
 def _settle_trackio(args: DistTrainingArguments) -> None:
@@ -263,6 +278,17 @@ def check_available(run: Run) -> None:
 def hints(run: Run) -> list[str]:
     """Lines printed at the end; "{folder}" is where the model is."""
     return _module(run).hints(run)
+
+
+def push_at_end(trainer: DistTrainer, folder: Path) -> None:
+    """The model, with a card that names the repository. RunError names the command that pushes later."""
+    args, later = trainer.args, upload_command(folder, trainer.hub_model_id)
+    later += " --private" * bool(args.hub_private_repo) + f" --revision {args.hub_revision}" * bool(args.hub_revision)
+    remedy = f"The model and its card are in {folder}. Push them with: {later}"
+    model_card.named(folder, trainer.hub_model_id)
+    with hub.reached("the push at the end of the run failed", remedy, args.hub_token, RunError):
+        hub.push_saved(trainer, "End of training", revision=args.hub_revision)
+    print(f"pushed:   {trainer.hub_model_id}")
 
 
 def _module(run: Run) -> ModuleType:

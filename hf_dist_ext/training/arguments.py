@@ -150,8 +150,9 @@ class DistTrainingArguments(TrainingArguments):
     )
     max_bad_rows: int | None = option(
         None,
-        "Training rows per epoch (of a stream: in the whole run), of all ranks, that may be unreadable: each "
-        "is replaced by the next good one, counted and listed at the end. Null: the first one ends the run, named.",
+        "Training rows per epoch (of a stream: in the whole run), of all ranks since this start, that may be "
+        "unreadable: each is named in a warning, and another row of its batch takes its place. Null: the first one "
+        "ends the run, named.",
     )
     step_timeout: float | None = option(
         None,

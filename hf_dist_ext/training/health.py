@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.utils import logging
 
-from hf_dist_ext.data.bad_rows import Tally, listing, make_batches, name_of
+from hf_dist_ext.data.bad_rows import BatchMaker
+from hf_dist_ext.data.mixture import RowNumbers
 from hf_dist_ext.engine import replay
 from hf_dist_ext.engine.replay import ReplayError
 from hf_dist_ext.engine.rows import moved
@@ -64,7 +65,7 @@ class Health(TrainerCallback):
             limit = LIMIT if is_guarded else None
         self.guard = None if limit is None else NonFiniteGuard(limit)
         self.stop = StopSignals() if options.preemptible else None
-        self.bad_rows = BadRowCount(options.max_bad_rows, run)
+        self.bad_rows = BadRowCount(options.max_bad_rows)
         self.was_preempted = False
         self.inputs: list[Any] = []  # micro-batches of the update that runs
         self.replay_error: float | None = None  # the largest since it was logged
@@ -139,7 +140,7 @@ class Health(TrainerCallback):
     # ---- an update ----
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self.bad_rows.begin_epoch(self.run.data_position.pop_resumed("bad_rows"))
+        self.bad_rows.begin_epoch()
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -167,7 +168,7 @@ class Health(TrainerCallback):
         if is_last:
             has_signal = self.stop is not None and self.stop.received is not None
             error = [torch.stack([one.largest.float() for one in self._replays]).amax()] if self._replays else []
-            rest = [float(has_signal), float(self.bad_rows.new_ones()), self._allowed, *[NOT_REPLAYED] * (not error)]
+            rest = [float(has_signal), float(self.bad_rows.of_rank()), self._allowed, *[NOT_REPLAYED] * (not error)]
             rest = moved(rest, own.device)
             message = torch.cat([self._loss_of_update.reshape(1), rest, *(one.reshape(1) for one in error)])
             self._answers, self._loss_of_update, self._allowed = collectives.exchange_later(message), None, 0.0
@@ -280,90 +281,47 @@ class Health(TrainerCallback):
 
 
 class BadRowCount:
-    """How many rows of an epoch could not be used, on all ranks and over every resume within the epoch.
+    """How many rows of this epoch were replaced since the start, on all ranks.
 
-    Each loader worker counts its own rows in shared memory (data/bad_rows.py). The ranks tell each other their new
-    ones with every update, and a checkpoint holds the epoch's count with the rows' numbers: a loader reads ahead, so a
-    resumed run meets some of these rows again and must not count them twice.
-
-    `count`: of all ranks in this epoch. `limit`: rows of an epoch that may be replaced; None or 0: none.
+    Each loader worker counts its own rows in shared memory (data/bad_rows.py). The ranks tell each other their counts
+    with every update. `limit`: rows of an epoch that may be replaced; None or 0: none.
     """
 
-    def __init__(self, limit: int | None, run: Running):
-        self.limit, self.run, self.count = limit, run, 0
-        self._tally: Tally | None = None  # of this rank's loader
-        self._dataset: Any = None
-        self._name, self._has_numbers = "", True
-        self._numbers: set[int] = set()
-        self._before: list[int] = []  # counts of this rank's loader workers before this epoch
-        self._counts: list[int] = []  # and when `new_ones` was asked
-        self._resumed: tuple[int, set[int]] = (0, set())  # of this epoch before this run: how many, their numbers
+    def __init__(self, limit: int | None):
+        self.limit, self.count = limit, 0
+        self._of_workers = torch.zeros(1, dtype=torch.long)  # of this rank's loader
+        self._before = 0  # this epoch
 
-    def watch(self, loader: DataLoader, dataset: Any, then: Sequence[Callable[[Any], Any]]) -> None:
+    def watch(self, loader: DataLoader, name: str, then: Sequence[Callable[[Any], Any]]) -> None:
         """Let the training loader replace rows, or name the one that it fails at. `then`: what becomes of batches
         where they are made."""
-        self._dataset, self._name = dataset, name_of(dataset)
-        # In a stream a row has no number that another run would know it by.
-        self._has_numbers = not isinstance(dataset, IterableDataset)
-        self._tally = make_batches(loader, self._name, self.limit, collectives.rank(), then)
+        loader = getattr(loader, "base_dataloader", loader)  # inside of accelerate's, which asks it for everything
+        self._of_workers = torch.zeros(max(1, loader.num_workers), dtype=torch.long).share_memory_()
+        dataset = None
+        if not isinstance(loader.dataset, IterableDataset):
+            dataset = loader.dataset
+            object.__setattr__(loader, "dataset", RowNumbers(dataset))  # DataLoader guards the name
+        can_replace = bool(self.limit)
+        loader.collate_fn = BatchMaker(loader.collate_fn, dataset, name, can_replace, self._of_workers, then)
 
-    def begin_epoch(self, begun: dict[str, Any] | None) -> None:
-        """`begun`: what `of_epoch` gave to the checkpoint from which this epoch goes on."""
-        begun = begun or {"count": 0, "rows": ()}
-        self._before = [] if self._tally is None else self._tally.counts()
-        self.count, self._numbers = self._resumed = begun["count"], set(begun["rows"])
+    def begin_epoch(self) -> None:
+        self.count, self._before = 0, int(self._of_workers.sum())
 
-    def new_ones(self) -> int:
-        """Of this rank in this epoch, without those that a resumed run has read again."""
-        if not self.limit or self._tally is None:
-            return 0
-        self._counts = self._tally.counts()
-        count = sum(self._counts) - sum(self._before)
-        if not count or not self._resumed[1]:
-            return count
-        return count - len(self._resumed[1].intersection(self._rows()))
+    def of_rank(self) -> int:
+        return int(self._of_workers.sum()) - self._before
 
-    def _rows(self) -> list[int]:
-        """The numbers of those that `new_ones` has counted: a worker that reads ahead may have met more by now, which
-        a resume would then take for rows that were counted."""
-        return [] if self._tally is None else self._tally.rows(self._before, self._counts)
-
-    def add_up(self, new_ones: int, step: int) -> None:
-        """`new_ones`: those of all ranks. Every rank calls it with the same number.
+    def add_up(self, count: int, step: int) -> None:
+        """`count`: that of all ranks. Every rank calls it with the same number.
 
         Raises:
             RunError: more than the limit.
         """
-        count = self._resumed[0] + new_ones
-        if count != self.count:  # on every rank, and rarely
-            own = " ".join(map(str, self._rows()))
-            everyone = collectives.texts_of(own, range(collectives.world_size()))
-            numbers = {int(number) for text in everyone for number in text.rpartition(":")[2].split()}
-            self._numbers = numbers | self._resumed[1]
         self.count = count
         if count > (self.limit or 0):
             raise RunError(
                 f"step {step}: {count} rows of this epoch (of a stream: so far) could not be used, more than "
-                f"max_bad_rows={self.limit}. {'; '.join(self._listed())}. Mend the dataset or raise the limit."
+                f"max_bad_rows={self.limit}. Warnings above name them. Mend the dataset or raise the limit."
             )
-
-    def of_epoch(self) -> dict[str, Any] | None:
-        """For the manifest of a checkpoint."""
-        numbers = sorted(self._numbers) if self._has_numbers else []
-        return {"count": self.count, "rows": numbers} if self.count else None
-
-    def say(self) -> None:
-        """At the end of a run: one warning that lists the rows. Every rank must call it."""
-        if not self.limit or self._tally is None:
-            return
-        if listed := [text for text in self._listed() if text]:
-            logger.warning(f"rows of {self._name} that could not be used: {'; '.join(listed)}")
-
-    def _listed(self) -> list[str]:
-        count = self._tally.count()
-        text = f"{count} rows replaced, {listing(self._tally, self._dataset)}" if count else ""
-        ranks = range(0, collectives.world_size(), self.run.strategy.rows.shared_by)
-        return [text for text in collectives.texts_of(text, ranks) if not text.endswith(": ")]
 
 
 class EarlyStop(EarlyStoppingCallback):

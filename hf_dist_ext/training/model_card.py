@@ -40,7 +40,6 @@ MARK = f"<!-- Written by hf_dist_ext. A later run leaves the file as it is once 
 # What their card calls a model that has no name on the hub.
 _NO_NAME, _FROM_HUB = "sentence_transformers_model_id", "# Download from the 🤗 Hub\n"
 _LOADS = re.compile(r'((?:SentenceTransformer|MultiVectorEncoder|from_pretrained)\()"[^"]*"')
-_SEARCHES = re.compile(r"(hf-dist search --model )\S+")
 
 
 @dataclass(frozen=True)
@@ -207,8 +206,7 @@ def named(folder: Path, name: str) -> None:
     """Write `name` (of a repository) in the place of the folder in its card, if that is one of ours."""
     path = folder / NAME
     if path.is_file() and MARK in (content := path.read_text(encoding="utf-8", errors="replace")):
-        content = _LOADS.sub(rf'\1"{name}"', content)
-        path.write_text(_SEARCHES.sub(rf"\g<1>{name}", content), encoding="utf-8")
+        path.write_text(_LOADS.sub(rf'\1"{name}"', content), encoding="utf-8")
 
 
 def section(

@@ -31,9 +31,11 @@ from hf_dist_ext.checkpoints import facts as run_facts
 from hf_dist_ext.checkpoints import hub, loss_state, resume
 from hf_dist_ext.checkpoints.keeper import Keeper
 from hf_dist_ext.checkpoints.model_files import ModelFiles
-from hf_dist_ext.data.bad_rows import read_apart
+from hf_dist_ext.data.bad_rows import BatchMaker
+from hf_dist_ext.data.mixture import RowNumbers
 from hf_dist_ext.data.order import sampler_of
 from hf_dist_ext.data.position import DataPosition
+from hf_dist_ext.data.row_check import name_of
 from hf_dist_ext.data.sentence_collator import SentenceCollator
 from hf_dist_ext.engine.budget import ChunkBudget
 from hf_dist_ext.engine.combined_losses import loss_of
@@ -47,6 +49,7 @@ from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.frozen.run_mode import fully_frozen_roots
 from hf_dist_ext.models.embedder import embedder_of, is_of_sentence_transformers
 from hf_dist_ext.run import lease
+from hf_dist_ext.run.files import upload_command
 from hf_dist_ext.run.preemption import remove_mark
 from hf_dist_ext.strategies import choose, collectives
 from hf_dist_ext.strategies.base import Strategy, meanwhile
@@ -390,7 +393,7 @@ class DistTrainer(Trainer):
         if self.has_own_arguments and isinstance(loader, DataLoader):
             then = [] if self.feature_cache is None else [self.feature_cache.replace]
             then += [] if self.step is None else [self.step.sizes.cut_ahead()]
-            self.health.bad_rows.watch(loader, dataset, then)
+            self.health.bad_rows.watch(loader, name_of(dataset), then)
         return loader
 
     def _prepare_texts(self) -> None:
@@ -405,8 +408,11 @@ class DistTrainer(Trainer):
         if self.options.frozen_feature_cache is None:
             return
         if self.feature_cache is None:
-            how = self.options.max_bad_rows, self.args.dataloader_num_workers, self.args.process_index
-            rows, collate = read_apart(self.train_dataset, self.data_collator, *how)
+            rows, collate = self.train_dataset, self.data_collator
+            if hasattr(rows, "__len__"):  # bad ones are not counted, since training meets them again
+                counts = torch.zeros(1 + self.args.dataloader_num_workers)
+                collate = BatchMaker(collate, rows, name_of(rows), bool(self.options.max_bad_rows), counts)
+                rows = RowNumbers(rows)
             given = self.args, self.accelerator.autocast, self.image_stand_in
             self.feature_cache = feature_cache.filled(self.bare_model, rows, collate, self.loss, *given)
         self.feature_cache.must_have_all = self.strategy.frozen_forwards_are_collective
@@ -668,7 +674,7 @@ class DistTrainer(Trainer):
         return {
             **run_facts.of_run(self.args, self.state, self.strategy, self._train_batch_size, self._optimizer_name),
             **of_model,
-            **self.data_position.facts(self.health.bad_rows.of_epoch()),
+            **self.data_position.facts(),
             "frozen_fingerprint": self.files.frozen_fingerprint,
             "stage": self.stage,
             "trains": None if self.freeze_plan is None else self.freeze_plan.describe(),
@@ -703,7 +709,7 @@ class DistTrainer(Trainer):
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         given, folder = token or self.args.hub_token, self.args.output_dir
-        later = f"hf-dist push {folder} {self.args.hub_model_id or 'REPO_ID'}"
+        later = upload_command(folder, self.args.hub_model_id)
         remedy = f"Or train without push_to_hub, and push the folder when the hub can be reached: {later}"
         is_asked = self.has_own_arguments and self.is_world_process_zero()
         with hub.reached("push_to_hub=true", remedy, given) if is_asked else nullcontext():
@@ -735,7 +741,6 @@ class DistTrainer(Trainer):
             self.data_position.save(output_dir)
 
     def _finalize_training(self, *arguments: Any, **options: Any) -> TrainOutput:
-        self.health.bad_rows.say()
         # Loading takes time that a signal may not leave; the resumed run will.
         loads_best = self.args.load_best_model_at_end and not self.was_preempted
         ending = self.keeper.ending(self.state, loads_best) if self.has_own_arguments else nullcontext()

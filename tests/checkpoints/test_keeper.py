@@ -9,7 +9,6 @@ import torch
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.keeper import Keeper
 from hf_dist_ext.errors import RunError
-from hf_dist_ext.strategies.base import Strategy
 
 ARGUMENTS = dict(
     ddp_timeout=10, should_save=True, save_total_limit=1, save_on_each_node=False, world_size=1, process_index=0
@@ -29,7 +28,7 @@ def saved(folder: Path, is_async: bool, write, check_lease=lambda: None, **attri
 
     for step in (1, 2):
         state = SimpleNamespace(global_step=step, best_model_checkpoint=None)
-        keeper.save(folder, state, Strategy(), [torch.ones(4)], write, lambda step=step: {"step": step}, push)
+        keeper.save(folder, state, write, lambda step=step: {"step": step}, push)
         keeper.background.collect(wait=True)
     return keeper, pushed
 

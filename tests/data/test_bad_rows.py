@@ -1,4 +1,4 @@
-"""Rows that cannot be used: named where nothing may be replaced, else replaced without a shorter batch."""
+"""Rows that cannot be used: named where nothing may be replaced, else replaced by a row of their batch."""
 
 import json
 
@@ -6,13 +6,12 @@ import datasets
 import pytest
 import torch
 
-from hf_dist_ext.data.bad_rows import BatchMaker, RowNumbers, Tally
-from hf_dist_ext.data.mixture import SOURCE
+from hf_dist_ext.data.bad_rows import BatchMaker
+from hf_dist_ext.data.mixture import RowNumbers
 from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.training.arguments import DistTrainingArguments
-from hf_dist_ext.training.health import BadRowCount
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 from tests.training.test_nonfinite import rows as regression_rows
@@ -38,42 +37,72 @@ def trainer(folder, dataset, **more) -> DistTrainer:
     )  # fmt: skip
 
 
+def maker(collate, dataset, can_replace: bool) -> BatchMaker:
+    return BatchMaker(collate, dataset, "the rows", can_replace, torch.zeros(1, dtype=torch.long))
+
+
+def collator(**more) -> ContrastiveCollator:
+    return ContrastiveCollator(tiny_tokenizer(), ["query", "positive", *more.pop("columns", [])], **more)
+
+
 def logged(of: DistTrainer, name: str) -> list:
     return [line.get(name) for line in of.state.log_history if "loss" in line]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_row_is_named_with_dataset_row_column_and_rank(tmp_path, workers):
+def test_a_bad_row_is_named_with_dataset_row_and_column(tmp_path, workers):
     found = trainer(tmp_path, pairs({5: None}).select([*range(20, 3, -1)]), dataloader_num_workers=workers)
-    with pytest.raises(UsageError, match=r'training set.*, row 5 .*, column "positive", on rank 0 cannot') as error:
+    with pytest.raises(UsageError, match=r'training set.*, row 5 .*, column "positive", cannot be used') as error:
         found.train()
     assert "Traceback" not in str(error.value)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_rows_are_replaced_counted_and_listed_without_a_shorter_batch(tmp_path, workers, monkeypatch):
-    said = []
-    monkeypatch.setattr("hf_dist_ext.training.health.logger.warning", said.append)
+def test_bad_rows_are_replaced_and_counted_without_a_shorter_batch(tmp_path, workers, monkeypatch):
+    def warn(text: str) -> None:  # in a worker too
+        with open(tmp_path / "said", "a") as file:
+            file.write(f"{text}\n")
+
+    monkeypatch.setattr("hf_dist_ext.data.bad_rows.logger.warning", warn)
     found = trainer(tmp_path, pairs({5: None, 11: ""}), max_bad_rows=2, dataloader_num_workers=workers)
     found.train()
     assert logged(found, "contrastive_batch_size") == [8] * 6
     assert max(filter(None, logged(found, "bad_rows"))) == 2
-    (line,) = [text for text in said if "could not be used" in text]
-    assert "4 rows replaced, 5, 11" in line, "two epochs"
+    said = (tmp_path / "said").read_text()
+    for row in (5, 11):
+        assert said.count(f'row {row} (counted from 0), column "positive", cannot be used') == 2, "two epochs"
+    assert said.count("Another row of its batch takes its place.") == 4
 
 
-def test_rows_of_the_batch_can_not_stand_for_another_and_that_is_said(tmp_path):
-    """Rows 0 to 7 are the batch; 8 is bad too."""
-    data = pairs({3: None, 8: ""}, 9)
-    collate = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"])
-    maker = BatchMaker(collate, data, "the rows", Tally(0), can_replace=True)
-    with pytest.raises(
-        UsageError, match="row 3 cannot be used. Of the 8 rows after it 7 are in the batch already and 1 "
-    ):
-        maker(list(range(8)))
-    maker.can_replace = False
-    with pytest.raises(UsageError, match=r"row 3 .* Like it are 2 rows of this batch.$"):
-        maker(list(range(9)))
+def test_a_copy_is_no_negative_of_the_row_that_it_repeats():
+    """Its ids are those of that row, so the loss is that of a batch in which the row itself stands twice."""
+    batch = maker(collator(), pairs({3: None}), can_replace=True)([0, 1, 2, 3])
+    assert batch["ids"]["row"].tolist() == [0, 1, 2, 0]
+    for column in ("query", "positive"):
+        ids = batch["ids"][column].tolist()
+        assert ids[3] == ids[0] and len({*ids}) == 3
+    rows = {name: torch.randn(4, 5) for name in ("query", "positive")}
+    rows = {name: torch.cat([values[:3], values[:1]]) for name, values in rows.items()}
+    given = {name: batch["ids"][name] for name in rows}
+    masked = InfoNCELoss(mask_false_negatives=True)(rows, rows, 0, given).loss
+    scores = rows["query"] @ rows["positive"].T
+    assert masked.isfinite() and scores[0, 0] == scores[0, 3]
+    assert masked != InfoNCELoss(mask_false_negatives=False)(rows, rows, 0, given).loss
+
+
+def test_where_no_row_of_a_batch_is_good_the_error_is_raised_as_it_is():
+    """Such as that of a tokenizer that cannot pad: it is none of a row."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+
+    def collate(rows):
+        return tokenizer([row["query"] for row in rows], padding=True)
+
+    for can_replace in (True, False):
+        with pytest.raises(ValueError, match="^Asking to pad but the tokenizer does not have a padding token"):
+            maker(collate, pairs({}), can_replace)([0, 1, 2])
+        with pytest.raises(UsageError, match=r'the rows, row 3 .*, column "positive", cannot be used: Column'):
+            maker(collator(), pairs({3: None}), can_replace)([3])  # alone in its batch
 
 
 def test_one_more_than_the_limit_ends_the_run(tmp_path):
@@ -81,36 +110,19 @@ def test_one_more_than_the_limit_ends_the_run(tmp_path):
         trainer(tmp_path, pairs({5: None, 11: None}), max_bad_rows=1).train()
 
 
-BAD = {3: None, 9: None, 14: None, 20: None}
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stop", [1, 4, 5])
-def test_bad_rows_are_counted_over_the_epoch_also_behind_a_resume(tmp_path, workers, stop):
-    """Three steps an epoch; a loader reads ahead of the checkpoint, and what it has read is read once more."""
-    options = {"max_bad_rows": 4, "dataloader_num_workers": workers, "save_strategy": "steps", "save_steps": 1}
-    whole = trainer(tmp_path, pairs(BAD), **options)
+def test_a_relaunch_has_the_same_batches_and_counts_from_its_start(tmp_path):
+    """Three steps an epoch; a loader reads ahead of the checkpoint."""
+    bad = pairs({3: None, 9: None, 14: None, 20: None})
+    options = {"max_bad_rows": 4, "dataloader_num_workers": 2, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer(tmp_path, bad, **options)
     whole.train()
-    assert logged(whole, "bad_rows")[-1] == 4
-    resumed = trainer(tmp_path, pairs(BAD), **options | {"save_strategy": "no"})
-    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}"))
-    assert logged(resumed, "bad_rows")[-1] == 4 and logged(resumed, "bad_rows")[2] == 4
-    if stop == 4:
-        with pytest.raises(RunError, match="4 rows of this epoch .* could not be used, more than max_bad_rows=3"):
-            trainer(tmp_path, pairs(BAD), **options | {"max_bad_rows": 3}).train(
-                resume_from_checkpoint=str(tmp_path / "checkpoint-5")
-            )
-
-
-def test_a_row_that_a_worker_meets_after_the_count_is_none_that_a_checkpoint_has_counted():
-    counted = BadRowCount(4, None)
-    counted._tally = Tally(1)
-    counted.begin_epoch(None)
-    counted._tally.add(3)
-    new_ones = counted.new_ones()
-    counted._tally.add(9)
-    counted.add_up(new_ones, step=1)
-    assert counted.of_epoch() == {"count": 1, "rows": [3]}
+    assert logged(whole, "bad_rows")[2] == logged(whole, "bad_rows")[-1] == 4
+    resumed = trainer(tmp_path, bad, **options | {"save_strategy": "no", "max_bad_rows": 4})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert logged(resumed, "loss")[-2:] == logged(whole, "loss")[-2:]
+    assert logged(resumed, "bad_rows")[-1] < 4, "those of the first step of the epoch were met before"
+    for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 class Unreadable(torch.utils.data.Dataset):
@@ -125,12 +137,12 @@ class Unreadable(torch.utils.data.Dataset):
         return regression_rows({})[index]
 
 
-def test_a_row_that_cannot_be_read_is_replaced_by_the_next_good_one(tmp_path):
-    with pytest.raises(UsageError, match=r"Unreadable\), row 4 .* on rank 0 cannot be used: OSError: truncated"):
+def test_a_row_that_cannot_be_read_is_replaced_by_one_of_its_batch(tmp_path):
+    with pytest.raises(UsageError, match=r"Unreadable\), row 4 .*, cannot be used: OSError: truncated"):
         train_regression(tmp_path, data=Unreadable())
     found = train_regression(tmp_path, data=Unreadable(), max_bad_rows=2)
     by_hand = regression_rows({})
-    by_hand[4], by_hand[5] = by_hand[8], by_hand[9]  # 6 and 7 are in the batch already
+    by_hand[4], by_hand[5] = by_hand[6], by_hand[7]  # the good rows of the batch of 4 to 7
     expected = train_regression(tmp_path, data=by_hand)
     assert torch.equal(found.model.line.weight, expected.model.line.weight) and found.model.line.weight.grad is None
 
@@ -140,23 +152,19 @@ def test_a_column_that_cannot_be_decoded_is_named():
         {"text": ["a", "b"], "image": [{"bytes": b"no image", "path": None}] * 2},
         features=datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()}),
     )
-    maker = BatchMaker(list, images, "pictures", Tally(0), can_replace=False)
-    with pytest.raises(UsageError, match='pictures, row 1 .*, column "image"'):
-        maker([1])
+    with pytest.raises(UsageError, match='the rows, row 1 .*, column "image", cannot be used'):
+        maker(list, images, can_replace=False)([1])
 
 
-def test_a_bad_row_of_a_stream_is_replaced_by_the_last_good_one():
-    collate = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"])
+def test_a_bad_row_of_a_stream_is_replaced_by_one_of_its_batch_or_shown():
     stream = list(pairs({9: None}))
-    guarded, tally = [], Tally(0)
-    one = BatchMaker(collate, None, "the stream", tally, can_replace=True)
-    guarded = [one(stream[:8]), one(stream[8:16])]
-    assert tally.rows() == [9] and tally.count() == 1
-    assert guarded[1]["ids"]["positive"][1] == collate([stream[7]])["ids"]["positive"][0]
-    strict = BatchMaker(collate, None, "the stream", tally, can_replace=False)
-    strict(stream[:8])
-    with pytest.raises(UsageError, match='row 9 .* of those that loader worker 0 read, column "positive"'):
-        strict(stream[8:16])
+    made = maker(collator(), None, can_replace=True)
+    batch = made(stream[8:16])
+    assert batch["ids"]["positive"][1] == collator()([stream[10]])["ids"]["positive"][0] and made.counts.tolist() == [
+        1
+    ]
+    with pytest.raises(UsageError, match=r'the row \{.query.: .* 9.*, column "positive", cannot be used'):
+        maker(collator(), None, can_replace=False)(list(pairs({9: None}))[8:16])
 
 
 def triplets(few: tuple[int, ...], count: int = 24) -> datasets.Dataset:
@@ -165,31 +173,17 @@ def triplets(few: tuple[int, ...], count: int = 24) -> datasets.Dataset:
 
 
 def test_a_row_with_fewer_negatives_than_others_is_a_bad_row():
-    """Alone it could be used, so it is known by the rows beside it: in a first batch too, and as the first row."""
-    collate = ContrastiveCollator(tiny_tokenizer(), ["query", "positive", "negative"], same_number_of_negatives=True)
-    for few in ((5, 9), (0, 9), (0, 1)):
-        stream, tally = list(triplets(few)), Tally(0)
-        one = BatchMaker(collate, None, "the stream", tally, can_replace=True)
-        batches = [one(stream[start : start + 8]) for start in range(0, 24, 8)]
-        assert tally.rows() == [*few]
-        assert [len(batch["ids"]["negative"]) for batch in batches] == [16] * 3
-    rows, tally = triplets((5, 6, 9)), Tally(0)
-    batch = BatchMaker(collate, rows, "it", tally, can_replace=True)([4, 5])
-    assert batch["ids"]["row"].tolist() == [4, 7] and tally.rows() == [5], "6 cannot take the place of 5 either"
-    batch = BatchMaker(collate, rows, "it", Tally(0), can_replace=True)([5, 4])
-    assert batch["ids"]["row"].tolist() == [7, 4], "rows are compared with the first of the dataset"
-    strict = BatchMaker(collate, rows, "it", tally, can_replace=False)
-    with pytest.raises(UsageError, match=r"it, row 5 \(counted from 0\).*one row has 2 negatives and another one 1"):
-        strict([4, 5])
-
-
-def test_a_bad_row_of_a_mixed_stream_is_replaced_by_one_of_its_source():
-    collate = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"])
-    first, second = [[row | {SOURCE: name} for row in pairs({9: None})] for name in ("first", "second")]
-    tally = Tally(0)
-    one = BatchMaker(collate, None, "the streams", tally, can_replace=True)
-    batches = [one(rows) for rows in (first[:8], second[:8], first[8:16])]
-    assert batches[2]["ids"]["positive"][1] == collate([first[7]])["ids"]["positive"][0] and tally.count() == 1
+    """Alone it could be used, so it is known by the rows beside it: as the first row of a batch too."""
+    collate, rows = collator(columns=["negative"], same_number_of_negatives=True), triplets((0, 5, 9))
+    for few, numbers in ((0, range(0, 5)), (5, range(1, 8)), (9, range(6, 12))):
+        made = maker(collate, rows, can_replace=True)
+        batch = made(list(numbers))
+        assert few not in batch["ids"]["row"].tolist() and made.counts.tolist() == [1]
+        assert len(batch["ids"]["negative"]) == 2 * len(numbers)
+        with pytest.raises(
+            UsageError, match=rf"row {few} \(counted from 0\).*one row has 2 negatives and another one 1"
+        ):
+            maker(collate, rows, can_replace=False)(list(numbers))
 
 
 def test_an_error_of_the_batch_and_not_of_a_row_stays_what_it_is():
@@ -199,7 +193,7 @@ def test_an_error_of_the_batch_and_not_of_a_row_stays_what_it_is():
         return rows
 
     with pytest.raises(RuntimeError, match="do not fit together"):
-        BatchMaker(collate, [1, 2, 3], "it", Tally(0), can_replace=True)([0, 1])
+        maker(collate, [1, 2, 3], can_replace=True)([0, 1])
 
 
 def test_a_row_that_fails_once_ends_no_run_that_may_replace_rows():
@@ -212,15 +206,15 @@ def test_a_row_that_fails_once_ends_no_run_that_may_replace_rows():
                 raise ValueError("a random crop does not fit")
             return super().__getitem__(index)
 
-    assert BatchMaker(list, FailsOnce("abc"), "it", Tally(0), can_replace=True)([0, 1]) == ["a", "b"]
+    assert maker(list, FailsOnce("abc"), can_replace=True)([0, 1]) == ["a", "b"]
     with pytest.raises(ValueError, match="does not fit"):
-        BatchMaker(list, FailsOnce("abc"), "it", Tally(0), can_replace=False)([0, 1])
+        maker(list, FailsOnce("abc"), can_replace=False)([0, 1])
 
 
 def test_healthy_batches_are_the_same_and_carry_their_row_numbers_to_reports_only(tmp_path):
     data = pairs({})
-    plain = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"])
-    guarded = BatchMaker(plain, data, "it", Tally(0), can_replace=False)([3, 7])
+    plain = collator()
+    guarded = maker(plain, data, can_replace=False)([3, 7])
     assert guarded["ids"].pop("row").tolist() == [3, 7]
     expected = plain([data[3], data[7]])
     for column in expected:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -11,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from hf_dist_ext import cli
 from hf_dist_ext.data.code_search import load_code_search, one_row_per_query, read_functions, train_tokenizer
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import from_run
-from hf_dist_ext.tasks.search import find_functions as search
-from hf_dist_ext.tasks.search import show
+from hf_dist_ext.tasks import search
 from tests.tiny_models import embedding_model, model_config
 
 MODULE = '''
@@ -161,21 +162,22 @@ def test_identifiers_are_cut_into_the_words_that_a_docstring_uses(tmp_path):
     assert words[0] == loaded.cls_token_id and words[-1] == loaded.sep_token_id
 
 
-def test_search_ranks_the_functions_of_a_saved_model(tmp_path, library, capsys):
+def test_search_ranks_the_functions_of_a_saved_model_for_every_query(tmp_path, library, capsys, monkeypatch):
     tokenizer = train_tokenizer([row["positive"] for row in read_functions(library)], vocab_size=400)
     config = model_config("bert", vocab_size=len(tokenizer), max_position_embeddings=64)
     torch.manual_seed(0)
     model = embedding_model(config, tokenizer=tokenizer)
     from_run.describe(model, 60, {"query": "def "})
     model.save_pretrained(str(tmp_path / "model"))
-    wanted = {row["name"]: row for row in read_functions(library)}["a.Box.Lid.lift"]
-    question = wanted["positive"].removeprefix("def ")
-    results = search(str(tmp_path / "model"), question, top_k=3, root=library)
-    assert results[0][1] == wanted and results[0][0] == pytest.approx(1.0, abs=1e-5)
-    scores = [score for score, _ in results]
-    assert len(scores) == 3 and scores == sorted(scores, reverse=True)
-    show("lift it", results)
+    rows = {row["name"]: row for row in read_functions(library)}
+    wanted = [rows[name] for name in ("a.Box.Lid.lift", "a.same_query")]
+    questions = [row["positive"].removeprefix("def ") for row in wanted]
+    monkeypatch.setattr(search, "read_functions", lambda: [*rows.values()])
+    cli.main(["search", "--model", str(tmp_path / "model"), "--top_k", "3", *questions])
     printed = capsys.readouterr().out
-    assert f"a.py:{wanted['line']}" in printed and "Lift the lid." in printed and "1.000" in printed
-    with pytest.raises(UsageError, match="query is empty"):
-        search(str(tmp_path / "model"), " ", root=library)
+    for row, question in zip(wanted, questions, strict=True):
+        head, _, results = printed.partition(f'"{question}", in ')[2].partition("\n")
+        assert head == f"{sysconfig.get_path('stdlib')}:"
+        assert results.startswith(f"1.000  {row['name']}  a.py:{row['line']}\n       {row['query']}\n")
+    scores = [float(score) for score in re.findall(r"^(-?\d\.\d{3})  \w", printed, re.MULTILINE)]
+    assert len(scores) == 6 and scores[:3] == sorted(scores[:3], reverse=True)

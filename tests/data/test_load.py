@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
@@ -21,7 +20,6 @@ from hf_dist_ext.data.code_search import train_tokenizer
 from hf_dist_ext.data.collator import content_id
 from hf_dist_ext.data.columns import column_names
 from hf_dist_ext.data.load import load_datasets
-from hf_dist_ext.data.row_check import content_mask
 from hf_dist_ext.data.row_ids import numbered, shared_ids
 from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.data.stream_readers import Blocks, Readers
@@ -445,23 +443,18 @@ def test_an_empty_dataset_is_refused(tmp_path):
 def test_a_file_of_another_encoding_or_sign_is_refused(tmp_path, caplog):
     lines = ['{"query": "plain", "positive": "b"}', '{"query": "caf\u00e9", "positive": "b"}']
     (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
-    of_row, of_file = (
-        'row 1 (counted from 0), column "query": the text is not UTF-8',
-        "is not UTF-8 text: line 2, byte 50",
-    )
+    of_row, of_file = 'row 1 (counted from 0), column "query": the text is not UTF-8', "could not be loaded"
     found = refusal(tmp_path / "a.jsonl")  # datasets 4.8.0 sees it while it reads the file
     assert of_row in found or of_file in found
     (tmp_path / "a.csv").write_bytes("query,positive\na,b\ncaf\u00e9,b".encode("latin-1"))
-    words = 'a.csv" is not UTF-8 text: line 3, byte 22 of the file is 0xe9. Save it as UTF-8, as iconv -f latin1 '
-    assert words in refusal(tmp_path / "a.csv")
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
-    assert "line 3, byte 22 of the file is 0xe9" in refusal(tmp_path / "a.csv.gz")
     (tmp_path / "wide.jsonl").write_bytes("\n".join(lines).encode("utf-16"))
-    assert "line 1, byte 0 of the file is 0xff. Save it as UTF-8, as iconv -f utf-16" in refusal(
-        tmp_path / "wide.jsonl"
-    )
+    (tmp_path / "torn.csv.gz").write_bytes(gzip.compress(b"query,positive" * 99)[:20])
+    for name in ("a.csv", "a.csv.gz", "wide.jsonl", "torn.csv.gz"):
+        found = refusal(tmp_path / name)
+        assert name in found and "could not be loaded: " in found
     stream = load_datasets(RunConfig(dataset_name=str(tmp_path / "a.jsonl"), streaming=True))[0]
-    with pytest.raises(UsageError, match=r"the stream is not UTF-8 text, as in b'caf\\xe9'. Save it as UTF-8."):
+    with pytest.raises(UsageError, match=r"the stream is not UTF-8 text: .* byte 0xe9"):
         list(Blocks(Readers(stream, 1), [0], 0, 0, None))
     (tmp_path / "semi.csv").write_text("query;positive\na;b")
     assert "its columns seem to be divided by ';'" in refusal(tmp_path / "semi.csv")
@@ -522,12 +515,6 @@ def test_a_text_of_white_space_is_an_empty_one(tmp_path, tokenizer):
     assert 'id_column "group" is empty' in refusal(groups, id_column="group")
 
 
-def test_white_space_is_found_among_bytes_that_are_not_utf8():
-    texts = pa.array([b"a", b" \n", b"\xff", b"\xe3\x80\x80", None], pa.binary())
-    texts = pa.Array.from_buffers(pa.string(), len(texts), texts.buffers())
-    assert content_mask(pa.chunked_array([texts])).tolist() == [True, False, True, False, False]
-
-
 def test_a_row_without_text_is_named(tmp_path):
     rows = [dict(row) for row in ROWS]
     rows[7]["positive"] = None
@@ -545,7 +532,7 @@ def test_a_row_without_text_is_named(tmp_path):
     name, text = write(tmp_path / "e.jsonl", rows), 'row 2 (counted from 0), column "query": every row needs a query'
     counted = "Rows that cannot be used: 4 (2, 5, 7, 9)"
     message = refusal(name)
-    assert text in message and f"{counted}. max_bad_rows=4 would replace" in message
+    assert text in message and message.endswith(f"{counted}.")
     with pytest.raises(UsageError, match=re.escape(f"{counted}, more than max_bad_rows=3.")):
         load_datasets(RunConfig(dataset_name=name), max_bad_rows=3)
     assert len(load_datasets(RunConfig(dataset_name=name), max_bad_rows=4)[0]) == len(rows)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -439,6 +440,20 @@ def test_a_process_that_takes_too_long_ends_also_when_the_notes_of_all_are_gone_
     with pytest.raises(SystemExit) as ended:
         failures.Watchdog(lambda: 3.0, Gone())._expire(3.0)
     assert ended.value.code == 1 and "error (rank 1): nothing was finished for 3 s: step " in capsys.readouterr().err
+
+
+def test_a_process_that_lost_a_peer_and_has_its_launchers_signal_says_nothing(monkeypatch):
+    def end(code: int):
+        raise SystemExit(code)
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(failures.os, "_exit", end)
+    monkeypatch.setattr(failures.activity, "is_asked_to_end", True)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, failures.first_error_only():
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:37250")
+    signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 143
 
 
 def test_debug_shows_the_traceback(monkeypatch):

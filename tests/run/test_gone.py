@@ -27,9 +27,9 @@ def test_a_field_that_is_gone_is_refused_with_what_to_do(name, tmp_path):
 
 @pytest.mark.parametrize("name, value", gone.VALUES)
 def test_a_value_that_is_gone_is_refused_with_what_to_do(name, value, tmp_path):
-    for fields, words in (({name: value}, []), ({}, [f"--{name}", value])):
+    for in_file, flags in (({name: value}, []), ({}, [f"--{name}", value])):
         with pytest.raises(UsageError) as refusal:
-            load_run([*asked(tmp_path, **fields), *words])
+            load_run([*asked(tmp_path, **in_file), *flags])
         assert str(refusal.value).endswith(gone.VALUES[name, value])
 
 

@@ -122,9 +122,7 @@ def test_a_signal_takes_an_evaluation_with_it_and_the_resumed_run_ends_with_the_
     resumed = drawing(tmp_path / "run", **options)
     resumed.train(resume_from_checkpoint=True)
     assert torch.equal(weights(whole), weights(resumed))
-    assert {line["step"] for line in resumed.state.log_history if "eval_loss" in line} == {2, 6, 8, 9} - (
-        {9} if strategy == "steps" else set()
-    )
+    assert {line["step"] for line in resumed.state.log_history if "eval_loss" in line} == {2, 6, 8, 9}
 
 
 def test_the_last_step_needs_no_early_leave(tmp_path):
@@ -236,3 +234,13 @@ def test_a_run_that_is_asked_to_leave_while_it_loads_is_marked(number, is_marked
         for one, handler in before.items():
             signal.signal(one, handler)
     assert left.value.code == REQUEUE and (tmp_path / "out" / MARK).is_file() == is_marked
+
+
+@pytest.mark.parametrize("code, is_queued", [(75, True), (0, False), (1, False), (2, False)])
+def test_the_slurm_script_requeues_a_job_that_was_asked_to_stop(tmp_path, code, is_queued):
+    for name, text in {"python": f"exit {code}", "scontrol": f'echo "$@" >> {tmp_path}/queued'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    here = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "17", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    done = subprocess.run(["bash", ROOT / "scripts/slurm/train.sbatch"], env=here, timeout=300, check=False)
+    assert done.returncode == code and (tmp_path / "queued").is_file() == is_queued

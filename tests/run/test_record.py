@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import shutil
 from functools import partial
 from pathlib import Path
@@ -35,14 +34,10 @@ def begun(tmp_path, monkeypatch):
     return begun
 
 
-def run_last_lines(printed: str, number: int) -> None:
-    """Run the last lines of a run, as they are printed."""
-    for line in printed.splitlines()[-number:]:
-        kind, _, command = line.partition(":")
-        if kind == "try it":
-            cli.main(shlex.split(command)[1:])
-        else:
-            exec(compile(command.strip(), kind, "exec"), {})
+def run_last_line(printed: str) -> None:
+    """Run what a run says of its model at its end, as it is printed."""
+    kind, _, command = printed.splitlines()[-1].partition(":")
+    exec(compile(command.strip(), kind, "exec"), {})
 
 
 @pytest.mark.parametrize("kind", [
@@ -52,14 +47,12 @@ def test_an_example_trains_as_it_is_and_goes_on_from_another_folder(begun, monke
     folder = begun(kind)
     rows = next(path for path in folder.glob("*.jsonl")).read_text(encoding="utf-8").splitlines()
     assert len(rows) == 10
-    output = folder / "outputs" / f"{kind} of mine"  # a shell would read three words
+    output = folder / "outputs" / f"{kind} of mine"
     cli.main(["train", "run.json", *QUIET, "--output_dir", str(output.relative_to(folder))])
     found = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
     figure, sign = ("mrr@10", 1) if kind != "projector" else ("loss", -1)
     assert sign * found["after"][figure] > sign * found["before"][figure]
-    run_last_lines(capsys.readouterr().out, {"text": 2, "image-text": 2, "projector": 1}[kind])
-    if kind != "projector":
-        assert capsys.readouterr().out.count("\n") == 6, "the question and five results"
+    run_last_line(capsys.readouterr().out)
 
     moved = tmp_path / "moved"
     shutil.copytree(output, moved)

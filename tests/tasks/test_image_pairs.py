@@ -14,7 +14,7 @@ from transformers import AutoProcessor, CLIPModel, SiglipModel
 
 from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.tasks.rows import read_rows
+from hf_dist_ext.tasks.search import pictures_below
 from tests.tasks.test_stages import main
 from tests.tiny_models import WORDS, loaded, of_dual_encoder, save_dual_encoder, write_fields
 
@@ -146,7 +146,7 @@ def test_without_pillow_a_run_with_pictures_ends_in_one_line(run_file, monkeypat
         main(run_file())
     assert "error: pictures need Pillow, which is not installed. Run: pip install" in capsys.readouterr().err
     with pytest.raises(UsageError, match="pictures need Pillow"):
-        read_rows(tmp_path)
+        pictures_below(tmp_path, None)
 
 
 def test_siglips_texts_have_the_full_width(run_file, tmp_path, capsys):

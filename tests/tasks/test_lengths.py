@@ -5,9 +5,11 @@ import torch
 from sentence_transformers import SentenceTransformer
 from transformers import AutoConfig, AutoModel
 
+from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.from_run import describe
 from hf_dist_ext.tasks.lengths import lengths_of, positions_of
-from tests.tiny_models import embedding_model, tiny_tokenizer
+from tests.tiny_models import embed, embedding_model, model_config, tiny_tokenizer
 
 COLUMNS, POSITIONS, OF_TOKENIZER = ["query", "positive", "negative"], 20, 512
 SIZES = {
@@ -76,3 +78,18 @@ def test_a_model_without_a_table_of_positions_has_no_limit():
 def test_a_length_that_the_model_cannot_take_is_refused(given):
     with pytest.raises(UsageError, match="max_length=21: the model has positions for 20 tokens"):
         lengths_of(a_model(), given, COLUMNS)
+
+
+def test_a_folder_embeds_queries_and_documents_as_a_training_step_does(tmp_path):
+    torch.manual_seed(0)
+    prompts, lengths = {"query": "search : ", "positive": "text "}, {"query": 6, "positive": 11}
+    model = embedding_model(model_config("bert"), projection_dim=16)
+    describe(model, lengths, {"query": prompts["query"], "document": prompts["positive"]})
+    model.save_pretrained(str(tmp_path))
+    served, texts = SentenceTransformer(str(tmp_path), device="cpu"), ["sort", "parse a date " * 5, "read by key"]
+    collator = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"], prompts, lengths)
+    for column, encode in (("query", served.encode_query), ("positive", served.encode_document)):
+        with torch.no_grad():
+            expected = embed(model, **collator.features(column, texts))
+        torch.testing.assert_close(torch.as_tensor(encode(texts)), expected, rtol=0, atol=1e-6)
+    assert abs(served.encode_query(texts) - served.encode_document(texts)).max() > 1e-3

@@ -8,7 +8,6 @@ from pathlib import Path
 from unittest import mock
 
 import datasets
-import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -25,10 +24,7 @@ from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.models.from_run import describe
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.tasks.embedding import _collator as collator_of
-from hf_dist_ext.tasks.encode import Encode
-from hf_dist_ext.tasks.encode import main as encode
-from hf_dist_ext.tasks.search import find
-from hf_dist_ext.tasks.serving import load_for_serving
+from hf_dist_ext.tasks.search import search
 from tests.tasks.test_stages import main
 from tests.tiny_models import embedding_model, loaded, write_fields
 from tests.tiny_processors import FAMILIES, WORDS, picture, tiny_vision_language
@@ -185,18 +181,16 @@ def test_words_and_pictures_find_both_in_a_folder_of_pictures_and_in_texts(untra
         picture(digit).save(tmp_path / f"{digit}.png")
     (tmp_path / "texts.txt").write_text("a red boat\na small tree\nwhich digit")
     paths = [str(tmp_path / f"{digit}.png") for digit in range(4)]
-    served = load_for_serving(str(untrained))
+    served = SentenceTransformer(str(untrained), device="cpu")
     documents = served.encode_document([picture(digit) for digit in range(4)])
     question = torch.as_tensor(served.encode_query(["a red boat"]))
     expected = SentenceTransformer(str(untrained), device="cpu").encode(["a red boat"], prompt="find it")
     assert torch.allclose(question, torch.as_tensor(expected), atol=1e-6)
     scores = (documents @ question[0].numpy()).tolist()
-    found = find(str(untrained), "a red boat", None, str(tmp_path))
+    (found,) = search(str(untrained), ["a red boat"], tmp_path, None, None, 5)
     assert [path for _, path in found] == [paths[i] for i in sorted(range(4), key=lambda i: -scores[i])]
-    by_picture = find(str(untrained), "", paths[2], str(tmp_path / "texts.txt"))
+    (by_picture,) = search(str(untrained), [], tmp_path / "texts.txt", None, paths[2], 5)
     assert len(by_picture) == 3 and {text for _, text in by_picture} == {"a red boat", "a small tree", "which digit"}
-    encode(Encode(str(untrained), str(tmp_path), str(tmp_path / "found.npy")))
-    assert np.abs(np.load(tmp_path / "found.npy") - documents).max() < 1e-6
 
 
 def test_a_run_is_resumed_and_ends_with_the_same_weights(run_file, tmp_path):

@@ -296,7 +296,7 @@ def test_cuts_go_to_a_device_without_waiting_in_a_few_copies_for_all_chunks(kind
 def test_what_is_said_of_an_update_goes_to_a_device_without_waiting():
     """Of a CUDA device's tensors without values, which may be where there is none."""
     health = Mock(guard=None, stop=None, _loss_of_update=None, inputs=[], _replays=[], _allowed=0.0)
-    health.bad_rows.new_ones = lambda: 2
+    health.bad_rows.of_rank = lambda: 2
     with FakeTensorMode(), Copies() as copies:
         again = ReplayError(torch.empty(5, device="cuda:0"), list(range(5)), ["query"] * 5)
         loss = torch.empty((), device="cuda:0")

@@ -201,7 +201,7 @@ def test_the_head_names_what_is_on_the_hub_and_no_path(main, run_file, tmp_path)
 
 def test_another_name_takes_the_folders_place_where_the_model_is_loaded(tmp_path):
     card = tmp_path / "README.md"
-    loads = 'SentenceTransformer("{0}") AutoModel.from_pretrained("{0}")\nhf-dist search --model {0} "words"\n'
+    loads = 'SentenceTransformer("{0}") AutoModel.from_pretrained("{0}")\n'
     text = loads + '"output_dir": "outputs/x"'
     card.write_text(f"{model_card.MARK}\n{text.format('outputs/x')}")
     model_card.named(tmp_path, "someone/model")

@@ -21,7 +21,7 @@ from hf_dist_ext.evaluation.token_vectors import TokenVectors
 from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.devices import hardware_of
 from hf_dist_ext.run.read import load_run
-from hf_dist_ext.tasks.serving import load_for_serving
+from hf_dist_ext.tasks.search import load
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.metrics import retrieval_metrics
 from hf_dist_ext.training.trainer import DistTrainer
@@ -139,8 +139,8 @@ def test_a_run_file_trains_evaluates_and_saves_token_vectors(main, run_file, tmp
     theirs = MultiVectorTripletEvaluator(*texts, write_csv=False)(served)
     assert found["eval_t_maxsim_accuracy"] == pytest.approx(theirs["maxsim_accuracy"])
     assert "MultiVectorEncoder" in (tmp_path / "out" / "README.md").read_text()
-    with pytest.raises(UsageError, match="is a MultiVectorEncoder, and here rows are compared by one"):
-        load_for_serving(str(tmp_path / "out"))
+    with pytest.raises(UsageError, match="is a MultiVectorEncoder, and here one vector of a row"):
+        load(str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("fields, message", [
