@@ -21,14 +21,13 @@ NETWORK = 3e9  # bytes per second that a machine sends to others where nobody sa
 @dataclass(frozen=True)
 class PipelineShape:
     """Consecutive devices that hold the same rows: `ranks` with stages of their own, each shared by `parts` devices
-    (tensor parallelism). `sharding`: "FULL_SHARD" or "SHARD_GRAD_OP" where copies shard their stages (FSDP2)."""
+    (tensor parallelism)."""
 
     ranks: int
     schedule: str
     per_rank: int  # stages
     split: tuple[int, ...] | None = None  # first layers of all stages but the first; None: by work
     parts: int = 1
-    sharding: str = ""
 
     @property
     def places(self) -> list[int]:
@@ -36,17 +35,8 @@ class PipelineShape:
         return policy.rank_of_stage(self.schedule, self.ranks, self.per_rank)
 
     @property
-    def stages_of_ranks(self) -> list[list[int]]:
-        return [[stage for stage, at in enumerate(self.places) if at == rank] for rank in range(self.ranks)]
-
-    @property
     def devices(self) -> int:
         return self.ranks * self.parts
-
-    @property
-    def frees(self) -> bool:
-        """Whether a layer's weights are whole only while a chunk runs through it."""
-        return self.sharding == "FULL_SHARD"
 
 
 @dataclass(frozen=True)
@@ -189,14 +179,15 @@ def refusal(strategy: StrategySpec, work: Workload, hardware: Hardware) -> str:
     sharding, of_ddp = work.given.get("sharding"), [name for name in policy.DDP_FIELDS if work.given.get(name)]
     if work.is_in_4_bits and (strategy.shards or strategy.pipeline):
         return "load_in_4bit keeps the base whole in every process"
-    if tensor_parallel_size(strategy, work, hardware) > 1 and work.optimizer not in policy.SPLIT_OPTIMIZERS:
-        return f"split layers do not go with optim={work.optimizer}"
+    if tensor_parallel_size(strategy, work, hardware) > 1:
+        if work.given.get("use_lora"):
+            return "split layers do not go with use_lora"
+        if work.optimizer not in policy.SPLIT_OPTIMIZERS:
+            return f"split layers do not go with optim={work.optimizer}"
     if strategy.is_deepspeed and (reason := _not_under_deepspeed(strategy, work)):
         return reason
     if of_ddp and strategy.name != "DDP":
         return f"{of_ddp[0]} is for DDP"
-    if strategy.pipeline is not None and sharding not in (None, "NO_SHARD"):
-        return _stages_not_sharded(strategy.pipeline, work, hardware)
     if not is_fsdp(strategy):
         given = [name for name in policy.FSDP_FIELDS if work.given.get(name) is not None]
         alone = [name for name in given if not (name == "sharding" and sharding == "NO_SHARD")]
@@ -228,15 +219,3 @@ def _not_under_deepspeed(strategy: StrategySpec, work: Workload) -> str:
     if strategy.offloads and work.given.get("learnable_temperature"):
         return "learnable_temperature does not go with DeepSpeed's offloading"
     return ""
-
-
-def _stages_not_sharded(pipeline: PipelineShape, work: Workload, hardware: Hardware) -> str:
-    """As strategies/pipeline/sharded_stages.py refuses them."""
-    given = f'sharding="{work.given["sharding"]}" in a pipeline'
-    if not pipeline.sharding:
-        return f"{given} is over all copies: FULL_SHARD or SHARD_GRAD_OP"
-    if hardware.num_devices == pipeline.devices:
-        return f"{given} is over copies, and there is one"
-    if pipeline.frees and pipeline.schedule in policy.CUT_BACKWARDS:
-        return f"{given} does not go with {pipeline.schedule}"
-    return "" if work.optimizer in policy.SPLIT_OPTIMIZERS else f"{given} does not go with optim={work.optimizer}"

@@ -1,40 +1,29 @@
-"""Pipelines of a run on a machine: which there could be, bytes of their largest rank, what they send and wait.
+"""Pipelines of a run on a machine: (1) which there could be, (2) by closed formulas, what a rank needs, sends, waits.
 
-(1) how many ranks a pipeline may have, and over how many devices each may split its layers
-(2) what lies on a stage, and what a chunk leaves there. Word embeddings are on the first stage; the norm, pooling,
-    projection or head behind the layers on the last one
-(3) bytes rank by rank: its stages' weights, gradients and state, and the chunks that are alive at once (policy.py)
-(4) per step: messages between stages, one reduction over the copies, and the time that ranks wait
-
-A rank holds the chunks that leave most, as many as its schedule keeps alive. Copies of a pipeline stand beside each
-other and average gradients once per update.
+A rank is a process of a pipeline, with one stage of consecutive layers or several. Layers are dealt evenly. The first
+rank has the word embeddings and holds most chunks until their backward, the last one has the loss: a plan counts the
+one that needs more. Copies of a pipeline stand beside each other and average gradients once per update.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from hf_dist_ext import policy
 from hf_dist_ext.planner.catalog import PIPELINE_PRESETS, Hardware, PipelineShape, StrategySpec, splits_layers
-from hf_dist_ext.planner.forward import TEMPORARY_VALUES, TEMPORARY_VALUES_CHECKPOINTED, Forward, Layer
+from hf_dist_ext.planner.forward import TEMPORARY_VALUES, TEMPORARY_VALUES_CHECKPOINTED
 from hf_dist_ext.planner.memory import (
     Bytes,
     Case,
-    Model,
     ParameterSums,
-    Settings,
     framework_bytes,
     loss_bytes,
     scratch_bytes,
     state_bytes,
     summed,
 )
-from hf_dist_ext.planner.traffic import Traffic, between_copies, inside_layers, links_of, speed
-from hf_dist_ext.planner.workload import BatchColumn, Workload
+from hf_dist_ext.planner.traffic import Traffic, arithmetic, between_copies, inside_layers, links_of, speed
+from hf_dist_ext.planner.workload import Workload
 
 MOST_PARTS = 8  # devices that share layers; more do not pay even inside a machine
 # As strategies/pipeline/options.py refuses them.
@@ -88,16 +77,9 @@ def why_not_dealt(work: Workload, hardware: Hardware) -> str:
 
 
 def _pipeline(work: Workload, ranks: int, parts: int) -> PipelineShape:
-    given, sharding = work.given, work.given.get("sharding")
-    schedule, split = given.get("pipeline_schedule") or policy.PIPELINE_SCHEDULE, given.get("pipeline_split")
-    return PipelineShape(
-        ranks,
-        schedule,
-        policy.stages_per_rank(schedule, given.get("pipeline_stages_per_rank")),
-        None if split is None else tuple(split),
-        parts,
-        sharding if sharding in ("FULL_SHARD", "SHARD_GRAD_OP") else "",
-    )
+    schedule, split = work.given.get("pipeline_schedule") or policy.PIPELINE_SCHEDULE, work.given.get("pipeline_split")
+    per_rank = policy.stages_per_rank(schedule, work.given.get("pipeline_stages_per_rank"))
+    return PipelineShape(ranks, schedule, per_rank, None if split is None else tuple(split), parts)
 
 
 def _why_not_cut(work: Workload, pipeline: PipelineShape) -> str:
@@ -112,14 +94,11 @@ def _why_not_cut(work: Workload, pipeline: PipelineShape) -> str:
 
 
 def _strategy(pipeline: PipelineShape, copies: int) -> StrategySpec:
-    sizes = {"TP": pipeline.parts, "PP": pipeline.ranks, "FSDP" if pipeline.sharding else "DP": copies}
+    sizes = {"TP": pipeline.parts, "PP": pipeline.ranks, "DP": copies}
     name = " x ".join(f"{what} {size}" for what, size in sizes.items() if size > 1)
     shared = "layers split in groups, " if pipeline.parts > 1 else ""
     words = f"{shared}layers over {pipeline.ranks} devices, one after another"
     return StrategySpec(name, PIPELINE_PRESETS[pipeline.parts > 1], pipeline=pipeline, in_words=words)
-
-
-# ---- (2) ----
 
 
 def num_layers(work: Workload) -> int:
@@ -131,227 +110,94 @@ def layers_of(work: Workload, pipeline: PipelineShape) -> list[int]:
     count = num_layers(work)
     if pipeline.split is not None:
         return [end - first for first, end in zip((0, *pipeline.split), (*pipeline.split, count), strict=True)]
-    return policy.layers_of_stages(count, pipeline.places, head_in_layers(work))
+    return policy.layers_of_stages(count, pipeline.places)
 
 
-def head_in_layers(work: Workload) -> float:
-    """Work of a vocabulary's matrix behind the layers; 0 for an embedding model, which has none."""
-    if work.is_embedding:
-        return 0.0
-    matrices = sum(p.elements for p in work.parameters().values() if p.layer is not None and p.is_multiplied)
-    return work.config["vocab_size"] * work.config["hidden_size"] * num_layers(work) / matrices
-
-
-@functools.lru_cache(maxsize=64)
-def models_of_stages(work: Workload, pipeline: PipelineShape) -> list[Model]:
-    """Parameters stage by stage, of one device of several that share layers."""
-    layers, counts = work.forward(work.columns[0]).layers, layers_of(work, pipeline)
-    stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    stage_of = dict(zip((layer.name for layer in layers), stages, strict=True))
-    models, stage = [Model() for _ in counts], 0
-    for parameter in work.parameters(pipeline.parts).values():  # in order: before the layers, in them, behind them
-        stage = stage_of[parameter.layer] if parameter.layer else stage and len(counts) - 1
-        models[stage].add(parameter, parameter.layer, work)
-    return models
-
-
-@dataclass(frozen=True)
-class Left:
-    """On one stage by one row, but for copies of weights in the precision of the computation. Bytes, but for
-    multiply-adds. Chunks share the copies of trained weights (strategies/pipeline/passes.py)."""
-
-    saved: float  # until the row's backward, with what came in and what was given
-    casts: float  # copies of weights, which a chunk has for as long
-    shared_casts: float  # and those that all chunks of a pass share, unless FSDP2 reduces behind every backward
-    working: float  # while one chunk's backward runs
-    working_casts: float  # copies of weights, meanwhile
-    message: float  # to the next stage; the gradient that comes back has as many
-    multiply_adds: float  # of all passes and the backward
-
-
-@functools.lru_cache(maxsize=256)
-def left_on_stages(work: Workload, pipeline: PipelineShape, column: BatchColumn, is_checkpointed: bool) -> list[Left]:
-    """Stage by stage, of one row of a column."""
-    forward = work.forward(column, "nothing", pipeline.parts)
-    firsts = [0, *accumulate(layers_of(work, pipeline))]
-    return [
-        _left_on(work, forward, first, end, is_checkpointed) for first, end in zip(firsts, firsts[1:], strict=False)
-    ]
-
-
-def _left_on(work: Workload, whole: Forward, first: int, end: int, is_checkpointed: bool) -> Left:
-    """On the stage with the layers from `first` to `end`."""
-    layers, following = whole.layers[first:end], whole.layers[end : end + 1]
-    parts: list[Layer] = [whole.before] * (first == 0) + [whole.after] * (not following) + layers
-    again = [layer for layer in layers if is_checkpointed and layer.saved]
-    largest = max(part.largest for part in parts)
-    kept = [part for part in parts if part not in again]
-    saved = sum(part.saved for part in kept) + sum(layer.input for layer in again)
-    casts, working, working_casts = sum(part.casts for part in kept), TEMPORARY_VALUES * largest, 0.0
-    own_casts = casts if again else sum(part.frozen_casts for part in kept)
-    if again:
-        saved += max(layer.beside for layer in whole.layers)
-        widest = max(layer.saved - layer.input * layer.keeps_input for layer in again)
-        working = widest + TEMPORARY_VALUES_CHECKPOINTED * largest
-        working_casts = max(layer.casts for layer in again)
-    message = following[0].input if following else 0.0
-    came_in = 0.0 if first == 0 or layers[0].keeps_input or layers[0] in again else layers[0].input
-    saved += (message or 4.0 * work.embedding_dim) + came_in
-    passes = 2 + bool(again)  # without a graph, with one, and once more
-    multiply_adds = sum(passes * part.multiply_adds + part.backward for part in parts)
-    return Left(saved, own_casts, casts - own_casts, working, working_casts, message, multiply_adds)
-
-
-# ---- (3) ----
-
-
-@dataclass(frozen=True)
-class Rank:
-    """Of a pipeline: what it has and holds."""
-
-    layers: int
-    live_chunks: int
-    needed: Bytes
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"layers": self.layers, "live_chunks": self.live_chunks, "bytes": self.needed.as_dict()}
+# ---- (2) ----
 
 
 class Staged:
-    """A run in one pipeline or copies of it, with its settings. `own`: the stages of a rank. Bytes are those of one
-    step."""
+    """A run in one pipeline or copies of it, with its settings."""
 
-    def __init__(self, work: Workload, pipeline: PipelineShape, settings: Settings, copies: int = 1):
-        self.work, self.pipeline, self.copies = work, pipeline, copies
-        self.layers, self.models = layers_of(work, pipeline), models_of_stages(work, pipeline)
-        chunks = work.num_chunks(settings.chunk_rows)
+    def __init__(self, case: Case):
+        pipeline = case.strategy.pipeline
+        assert pipeline is not None
+        self.case, self.work, self.pipeline = case, case.work, pipeline
+        self.copies = case.hardware.num_devices // pipeline.devices
+        self.layers = layers_of(case.work, pipeline)
+        of_ranks = [0] * pipeline.ranks
+        for rank, count in zip(pipeline.places, self.layers, strict=True):
+            of_ranks[rank] += count
+        self.most_layers = max(of_ranks)
         # of a micro-batch, with the idle ones that the schedule needs
+        chunks = case.work.num_chunks(case.settings.chunk_rows)
         self.num_chunks = policy.dealt_chunks(pipeline.schedule, pipeline.ranks, chunks)
-        self.left = {c: left_on_stages(work, pipeline, c, settings.is_checkpointed) for c in work.columns}
-        self.chunks = [(chunks, self.left[chunks.column]) for chunks in work.chunks(settings.chunk_rows)]
+        self.shape = pipeline.schedule, pipeline.ranks, pipeline.per_rank, self.num_chunks
 
     @property
     def bubble_share(self) -> float:
         """As a run logs `bubble_share_expected`."""
-        pipeline = self.pipeline
-        return policy.idle_share(pipeline.schedule, pipeline.ranks, pipeline.per_rank, self.num_chunks)
+        return policy.idle_share(*self.shape)
+
+    def live_chunks(self, rank: int) -> int:
+        return policy.live_chunks(*self.shape, rank)
+
+    def parameters(self, is_first: bool) -> ParameterSums:
+        """Of the layers that take most; before them is what belongs to no layer, above all the word embeddings."""
+        model = self.case.model
+        layers = sorted(model.layers, key=lambda one: (-one.trained_stored, -one.stored))[: self.most_layers]
+        return summed([model.root, *layers] if is_first else layers)
+
+    def needed(self, rank: int) -> Bytes:
+        """Of the first rank or the last: the one has the word embeddings and holds most chunks, the other the loss."""
+        work, whole, is_last = self.work, self.parameters(rank == 0), rank == self.pipeline.ranks - 1
+        needed = state_bytes(work, whole, StrategySpec("copies", ""), self.copies)
+        saved, needed.activations, casts, frozen_casts, message = self._most_of_a_chunk()
+        live = self.live_chunks(rank) / self.pipeline.per_rank  # of all stages of the rank together
+        needed.weights += casts + live * frozen_casts
+        needed.activations += live * saved
+        averaged = whole.trained_stored * min(1.0, policy.REDUCED_TOGETHER / max(whole.trained, 1))
+        needed.buffers = averaged * (self.copies > 1) + 2 * (policy.MESSAGES_ON_THE_WAY + 1) * message
+        needed.embeddings = loss_bytes(work, self.copies) if is_last else 0.0
+        needed.scratch = scratch_bytes(work, whole.trained)
+        needed.framework = framework_bytes(needed, is_alone=False)
+        return needed
+
+    def _most_of_a_chunk(self) -> tuple[float, ...]:
+        """On one rank, of the chunks that leave most there: bytes until the backward, bytes while it runs, copies of
+        weights that chunks share, copies of frozen weights of each chunk, and the message to the next stage."""
+        work, found = self.work, []
+        for chunks in work.chunks(self.case.settings.chunk_rows):
+            forward = work.forward(chunks.column, "nothing", self.pipeline.parts)
+            share, largest = self.most_layers / len(forward.layers), max(part.largest for part in forward.parts)
+            widest, message = max(forward.layers, key=lambda one: one.saved), forward.layers[-1].input
+            if self.case.settings.is_checkpointed:
+                kept = sum(layer.input for layer in forward.layers if layer.saved)
+                running = widest.saved + TEMPORARY_VALUES_CHECKPOINTED * largest
+                casts, frozen_casts = widest.casts, 0.0
+            else:
+                kept, running = sum(layer.saved for layer in forward.layers), TEMPORARY_VALUES * largest
+                frozen_casts = share * sum(layer.frozen_casts for layer in forward.layers)
+                casts = share * sum(layer.casts for layer in forward.layers) - frozen_casts
+            kept = share * kept + forward.before.saved + self.pipeline.per_rank * message
+            found.append((chunks.rows * kept, chunks.rows * running, casts, frozen_casts, chunks.rows * message))
+        return tuple(map(max, zip(*found, strict=True)))
 
     @property
-    def num_reductions(self) -> int:
-        """Of a step's gradients over the copies: one per update, or behind every backward."""
-        return self.num_chunks * self.work.accumulation if self.pipeline.frees else 1
-
-    @property
-    def gradients(self) -> float:
-        """That the copies of a rank reduce together, of the rank with most."""
-        return max(sum(unit.trained_stored for unit in self.units(own)) for own in self.pipeline.stages_of_ranks)
+    def messages(self) -> tuple[float, float]:
+        """How many a rank sends at most, and their bytes: what its stages give, in both passes, and gradients where
+        layers train."""
+        work, trains = self.work, any(layer.trained for layer in self.case.model.layers)
+        times = (2 + (trains and self.pipeline.ranks > 2)) * self.pipeline.per_rank * work.accumulation
+        rows = {
+            column: work.forward(column, "nothing", self.pipeline.parts).layers[-1].input for column in work.columns
+        }
+        return times * self.num_chunks, times * sum(column.rows * message for column, message in rows.items())
 
     @property
     def reduced(self) -> float:
-        """That a device sends to others for it."""
-        times = (1 if self.pipeline.sharding else 2) * (self.copies - 1) / self.copies
-        return times * self.num_reductions * self.gradients
-
-    def units(self, own: Iterable[int]) -> list[ParameterSums]:
-        return [unit for stage in own for unit in self.models[stage].units.values()]
-
-    @functools.cached_property
-    def ranks(self) -> list[Rank]:
-        pipeline, work, copies, found = self.pipeline, self.work, self.copies, []
-        for rank, own in enumerate(pipeline.stages_of_ranks):
-            needed, units = self._state(own), self.units(own)
-            live = policy.live_chunks(pipeline.schedule, pipeline.ranks, pipeline.per_rank, self.num_chunks, rank)
-            saved, casts = self.held(own, live)
-            lefts = [(chunks.rows, left[stage]) for stage in own for chunks, left in self.chunks]
-            needed.weights += casts
-            needed.activations = saved + max(rows * left.working + left.working_casts for rows, left in lefts)
-            # messages that leave and one that arrives, forwards and back
-            ends = (chunks.rows * left[stage].message for chunks, left in self.chunks for stage in _and_before(own))
-            needed.buffers += 2 * (policy.MESSAGES_ON_THE_WAY + 1) * max(ends)
-            needed.embeddings = loss_bytes(work, copies) if len(self.layers) - 1 in own else 0.0
-            needed.scratch = scratch_bytes(work, sum(u.trained for u in units) / (copies if pipeline.sharding else 1))
-            needed.framework = framework_bytes(needed, is_alone=False)
-            found.append(Rank(sum(self.layers[stage] for stage in own), max(map(sum, live)), needed))
-        return found
-
-    def _state(self, own: Sequence[int]) -> Bytes:
-        """Weights, gradients and state. Copies that share one set (pipeline/sharded_stages.py) gather weights as
-        they are stored: all for an update, or two units for a chunk; so are gradients. Others average gradients, flat,
-        once per update."""
-        units, copies, frees = self.units(own), self.copies, self.pipeline.frees
-        whole, trained = summed(units), [unit.trained_stored for unit in units]
-        spread = StrategySpec("copies", "", "ogw" if self.pipeline.sharding else "")
-        needed = state_bytes(self.work, whole, spread, copies)
-        if not self.pipeline.sharding:
-            share = min(1.0, policy.REDUCED_TOGETHER / max(whole.trained, 1))
-            needed.buffers = sum(trained) * share if copies > 1 else 0.0
-            return needed
-        stored = sorted((unit.stored for unit in units), reverse=True)
-        needed.weights += sum(stored[:2] if frees else stored)
-        needed.gradients += 0.0 if frees else sum(trained)
-        needed.buffers = stored[0] + (2 if frees else 1) * max(trained)
-        return needed
-
-    def held(self, own: Sequence[int], live: Iterable[tuple[int, ...]]) -> tuple[float, float]:
-        """Bytes that a rank keeps until backwards: saved values, and copies of weights. `live`: its chunks at once,
-        per stage."""
-        cases, frees = [], self.pipeline.frees
-        for case in live:
-            saved = casts = 0.0
-            for stage, count in zip(own, case, strict=True):
-                if not frees:
-                    casts += max(left[stage].shared_casts for left in self.left.values())
-                for chunks, left in sorted(self.chunks, key=lambda one: -one[0].rows * one[1][stage].saved):  # noqa: B023
-                    taken = min(count, chunks.number)
-                    saved += taken * chunks.rows * left[stage].saved
-                    casts += taken * (left[stage].casts + left[stage].shared_casts * frees)
-                    count -= taken
-            cases.append((saved, casts))
-        return max(cases, key=sum)
-
-    # ---- (4) ----
-
-    def messages(self, own: Sequence[int]) -> tuple[float, float]:
-        """How many a rank sends, and their bytes: what its stages give, in both passes, and gradients where an earlier
-        stage trains."""
-        places, number, size = self.pipeline.places, 0, 0.0
-        for stage in own:
-            if stage + 1 < len(places) and places[stage + 1] != places[stage]:
-                number, size = number + 2 * self.num_chunks, size + 2 * self._given(stage)
-            has_gradient = any(model.whole.trained for model in self.models[:stage])
-            if stage and places[stage - 1] != places[stage] and has_gradient:
-                number, size = number + self.num_chunks, size + self._given(stage - 1)
-        return number * self.work.accumulation, size * self.work.accumulation
-
-    @property
-    def most_messages(self) -> tuple[float, float]:
-        return max((self.messages(own) for own in self.pipeline.stages_of_ranks), key=lambda one: one[1])
-
-    def _given(self, stage: int) -> float:
-        """Bytes that all rows of a micro-batch take from a stage to the next."""
-        return sum(column.rows * left[stage].message for column, left in self.left.items())
-
-    def operations(self, own: Sequence[int]) -> float:
-        """Floating-point operations of a rank's step; a multiply-add is two."""
-        rows = 2 * self.work.accumulation
-        return sum(
-            rows * column.rows * left[stage].multiply_adds for stage in own for column, left in self.left.items()
-        )
-
-    def send_to_copies(self, sums: Traffic, hardware: Hardware) -> None:
-        """Of the rank that has most: gradients once per update; where copies share weights, these once per update, or
-        for every forward and backward of every chunk, and gradients once, or behind every backward."""
-        copies, links = self.copies, between_copies(hardware, self.pipeline.devices)
-        if not self.pipeline.sharding:
-            sums.send("all_reduce", 1, self.gradients, copies, links)
-            return
-        ranks = map(self.units, self.pipeline.stages_of_ranks)
-        units = max(ranks, key=lambda units: sum(unit.stored for unit in units))
-        gathers = 3 * self.num_reductions if self.pipeline.frees else 1
-        stored, trained = [unit.stored for unit in units], [unit.trained_stored for unit in units if unit.trained]
-        sums.send("all_gather", gathers * len(units), gathers * sum(stored), copies, links)
-        reductions = self.num_reductions
-        sums.send("reduce_scatter", reductions * len(trained), reductions * sum(trained), copies, links)
+        """Bytes of gradients that a device sends to its copies, once per update."""
+        return 2 * (self.copies - 1) / self.copies * self.parameters(is_first=True).trained_stored
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -361,40 +207,29 @@ class Staged:
             "schedule": self.pipeline.schedule,
             "layers": self.layers,
             "chunks": self.num_chunks,
+            "live_chunks": self.live_chunks(0),
             "bubble_share": round(self.bubble_share, 4),
-            "sent_between_stages": round(self.most_messages[1]),
+            "sent_between_stages": round(self.messages[1]),
             "reduced": round(self.reduced),
-            "of_ranks": [rank.as_dict() for rank in self.ranks],
         }
-
-
-def staged(case: Case) -> Staged:
-    pipeline = case.strategy.pipeline
-    assert pipeline is not None
-    return Staged(case.work, pipeline, case.settings, case.hardware.num_devices // pipeline.devices)
-
-
-def _and_before(own: Sequence[int]) -> list[int]:
-    """The stages of a rank, and the one before them."""
-    return [stage for stage in (min(own) - 1, *own) if stage >= 0]
 
 
 def estimate(case: Case) -> Bytes:
     """Of the rank that needs most."""
-    return max((rank.needed for rank in staged(case).ranks), key=lambda needed: needed.total)
+    staged = Staged(case)
+    return max((staged.needed(rank) for rank in (0, staged.pipeline.ranks - 1)), key=lambda needed: needed.total)
 
 
 def traffic(case: Case) -> Traffic:
     """Of one optimizer step, and of the device that does most of each. Arithmetic takes longer by what ranks wait."""
-    one, sums, hardware = staged(case), Traffic(), case.hardware
+    one, sums, hardware = Staged(case), Traffic(), case.hardware
     pipeline, (inside, across) = one.pipeline, links_of(hardware)
-    is_inside = pipeline.devices <= hardware.per_node
-    sums.send("send", *one.most_messages, pipeline.ranks, inside if is_inside else across)
+    between = between_copies(hardware, pipeline.devices)
+    sums.send("send", *one.messages, pipeline.ranks, inside if pipeline.devices <= hardware.per_node else across)
     if pipeline.parts > 1:
-        layers = max(sum(one.layers[stage] for stage in own) for own in pipeline.stages_of_ranks)
-        sums.send("all_reduce", *inside_layers(case, layers), pipeline.parts, inside)
-    one.send_to_copies(sums, hardware)
-    sums.send_embeddings(case.work, one.copies, between_copies(hardware, pipeline.devices))
-    sums.arithmetic = max(map(one.operations, pipeline.stages_of_ranks))
+        sums.send("all_reduce", *inside_layers(case, one.most_layers), pipeline.parts, inside)
+    sums.send("all_reduce", 1, one.parameters(is_first=True).trained_stored, one.copies, between)
+    sums.send_embeddings(case.work, one.copies, between)
+    sums.arithmetic = arithmetic(case) * one.most_layers / num_layers(case.work)
     sums.arithmetic_seconds = sums.arithmetic / speed(hardware, case.work.compute_bytes) / (1 - one.bubble_share)
     return sums

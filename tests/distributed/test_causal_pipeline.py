@@ -113,7 +113,7 @@ def test_a_step_is_one_pass_that_holds_what_its_schedule_says(schedule):
         per_rank, chunks = of_rank["per_rank"], of_rank["chunks"]
         assert chunks == worker.CHUNKS
         assert of_rank["forwards"] == of_rank["backwards"] == per_rank * chunks
-        assert {of_rank["live"]} == {sum(held) for held in policy.live_chunks(schedule, 2, per_rank, chunks, rank)}
+        assert of_rank["live"] == policy.live_chunks(schedule, 2, per_rank, chunks, rank)
         kinds = [action.kind for action in schedules.actions(schedule, 2, per_rank, chunks, rank)]
         assert of_rank["isend"] == sum(kind.startswith("SEND") for kind in kinds) > 0
         assert of_rank["irecv"] == sum(kind.startswith("RECV") for kind in kinds)

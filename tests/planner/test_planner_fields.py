@@ -239,8 +239,8 @@ def test_tensor_parallelism_is_planned_as_its_preset_runs_it_and_comes_last(make
     assert option(roomy, "TP").fits and roomy.best.preset != "multi_gpu_tp"
     only = plan_workload(roomy.work, Hardware(4, 80 * GIB), available=["multi_gpu_tp"])
     assert only.best.preset == "multi_gpu_tp" and "contrastive batch is 512 rows" in " ".join(only.reasons)
-    for run in (make_run(DECODER, use_lora=True), make_run()):
-        assert option(make_plan(run, Hardware(4, 80 * GIB)), "TP").fits
+    of_lora = option(make_plan(make_run(DECODER, use_lora=True), Hardware(4, 80 * GIB)), "TP")
+    assert of_lora.why_not == "split layers do not go with use_lora"
     experts = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2}
     for other in (make_run(model_config("mpnet")), make_run(DECODER | experts)):
         assert "TP" not in {found.strategy.name for found in make_plan(other, Hardware(4, 80 * GIB)).options}
