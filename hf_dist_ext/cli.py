@@ -362,7 +362,7 @@ def _merge(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
     output = Path(arguments.output)
     merge(Path(arguments.checkpoint), output, arguments.base, arguments.trust_remote_code, arguments.trust_checkpoint)
-    print(f"{output}: the complete model, read back and compared.")
+    print(f"{output}: the complete model.")
 
 
 if __name__ == "__main__":

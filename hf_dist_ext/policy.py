@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 MOST_WIDENING = 8
 KEPT_WHOLE_SHARE = 0.25  # of a device's memory, that weights or gradients may take whole where they could be sharded
 LOSS_TILE_BYTES = 512 * 2**20  # of all buffers of a tile of scores together
-RING_TILE_BYTES = 128 * 2**20  # the same where candidates go round
 LOSS_TILE_BUFFERS = 4  # logits, mask of known false negatives, two while false negatives are looked for
 WHOLE_LOSS_BUFFERS = 6  # of a loss that compares all pairs at once: scores as compared and as scaled, their gradients
 LOSS_TILE_ROWS = 1024  # enough rows to keep a device busy; more only take memory
@@ -16,7 +15,6 @@ EMBEDDING_COPIES = 4  # of a column's embeddings while the loss is computed: pas
 TOKENS = "tokens"  # the pooling that leaves a vector of every token
 # Whose text model gives the vector of its last position, and so reads texts of one width: all its positions.
 FIXED_WIDTH = frozenset({"siglip", "siglip_text_model", "siglip2", "siglip2_text_model"})
-CHUNKS_PER_COLUMN = 4  # at least, where columns have chunks of their own (chosen, not measured)
 LATE_TILE = (16, 32)  # queries and documents whose tokens meet at once in late interaction
 FSDP_FIELDS = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")  # pipelines: first
 DDP_FIELDS = ("ddp_comm_hook", "ddp_gradient_as_bucket_view", "ddp_static_graph")  # read where DDP runs alone
@@ -36,62 +34,9 @@ def widening(num_layers: int | None, is_checkpointed: bool) -> int:
     return 1 if is_checkpointed else min(MOST_WIDENING, max(1, (num_layers or 1) // 2))
 
 
-def has_many_chunks(num_columns: int, sizes: Iterable[tuple[float, int | None]]) -> bool:
-    """So many that one more per column, not quite full, is nothing. sizes: of a batch, and the most of it that a chunk
-    takes (None: any number)."""
-    return max((size / most for size, most in sizes if most), default=0) >= CHUNKS_PER_COLUMN * num_columns
-
-
-def width_in_buckets(width: int, multiple: int = 8) -> int:
-    """The next of few widths: every multiple up to the eighth, then four from one power of two to the next."""
-    step = multiple
-    while width > 8 * step:
-        step *= 2
-    return -(-max(1, width) // step) * step
-
-
 def loss_tile_rows(candidates: int, most: int = LOSS_TILE_ROWS, item: int = 4) -> int:
     """Rows that InfoNCE scores at once against all candidates: `most`, or as many as fit the bytes of a tile."""
     return max(1, min(most, LOSS_TILE_BYTES // (LOSS_TILE_BUFFERS * item * max(candidates, 1))))
-
-
-def goes_round(exchange: str, all_rows: int, dimensions: int) -> bool:
-    """Whether InfoNCE's candidates go round the processes: where it is said, or under "auto" where copies of all rows
-    of all ranks would take more than a tile of scores."""
-    gathered = EMBEDDING_COPIES * all_rows * dimensions * 4
-    return exchange == "ring" or (exchange == "auto" and gathered > LOSS_TILE_BYTES)
-
-
-def ring_tile(block_rows: int, most: int = LOSS_TILE_ROWS, item: int = 4) -> tuple[int, int]:
-    """Rows and candidates that meet at once where candidates go round in blocks of so many rows per column."""
-    rows = max(1, min(most, block_rows))
-    return rows, max(1, min(block_rows, RING_TILE_BYTES // (LOSS_TILE_BUFFERS * item * rows)))
-
-
-def ring_bytes(
-    counts: Sequence[Sequence[int]],
-    dimensions: int,
-    is_symmetric: bool = False,
-    tile_halvings: int = 0,
-    has_bf16_products: bool = False,
-) -> int:
-    """What InfoNCE holds where candidates go round, on the rank with most rows: the embeddings, their factors and
-    gradients, up to two blocks that travel, a tile of scores and one of rows. Beside it a rank holds numbers of all
-    ranks' rows: ids, and sums of scores.
-
-    counts: per column (anchors, positives, negatives) the rows of every rank.
-    """
-
-    def most(columns: Sequence[Sequence[int]]) -> int:
-        return max(map(sum, zip(*columns, strict=True)))
-
-    factor = 2 if has_bf16_products else 4  # bytes of what travels, and is multiplied
-    in_flight = factor * min(2, len(counts[0]) - 1)
-    candidates, rows, own = counts[0 if is_symmetric else 1 :], counts[: 2 if is_symmetric else 1], most(counts)
-    rounds = 4 * most(rows) + in_flight * most(candidates), 4 * own + in_flight * most(rows)
-    tile_rows, tile_candidates = ring_tile(max(map(max, counts)), max(1, LOSS_TILE_ROWS >> tile_halvings))
-    tile = 4 * tile_rows * (LOSS_TILE_BUFFERS * tile_candidates + dimensions)
-    return dimensions * ((4 + factor) * own + max(rounds)) + tile
 
 
 def loss_stage_bytes(
@@ -100,17 +45,14 @@ def loss_stage_bytes(
     anchors: int,
     candidates: int,
     dimensions: int,
-    tile_halvings: int = 0,
     is_tiled: bool = True,
-    has_bf16_products: bool = False,
 ) -> int:
-    """What the loss holds beside the model where candidates are gathered: copies of the embeddings (of all columns:
+    """What the loss holds beside the model: copies of the embeddings (of all columns:
     own rows, all processes' rows), and a tile of scores of this process's anchors against all candidates. Not tiled:
     all scores of these anchors."""
-    tile_rows = min(anchors, max(1, loss_tile_rows(candidates) >> tile_halvings)) if is_tiled else anchors
+    tile_rows = min(anchors, loss_tile_rows(candidates)) if is_tiled else anchors
     scores = (LOSS_TILE_BUFFERS if is_tiled else WHOLE_LOSS_BUFFERS) * 4 * tile_rows * candidates
-    copies = EMBEDDING_COPIES + 0.5 * has_bf16_products
-    return int(copies * (own_rows + all_rows) * dimensions * 4 + scores)
+    return EMBEDDING_COPIES * (own_rows + all_rows) * dimensions * 4 + scores
 
 
 def token_products_bytes(candidates: int, tokens: int) -> int:
@@ -283,8 +225,3 @@ def live_chunks(schedule: str, ranks: int, per_rank: int, chunks: int, rank: int
         "zero_bubble_v": 2 * ranks - 1,
     }.get(schedule, everything)
     return min(everything, ahead + 1)
-
-
-def records_cuda_graphs(mode: str | None, backend: str | None) -> bool:
-    """Whether `torch.compile` records CUDA graphs, each of which is for chunks of one shape."""
-    return mode in ("reduce-overhead", "max-autotune") or backend == "cudagraphs"

@@ -1,16 +1,14 @@
 """The gradient cache beside the plain step and sentence-transformers: one run, same weights, data, dtype and batch.
 
-    python scripts/benchmark_gradient_cache.py --output outputs/benchmark               # two CPU cores: some 6 minutes
+    python scripts/benchmark_gradient_cache.py --output outputs/benchmark               # two CPU cores: some 5 minutes
     python scripts/benchmark_gradient_cache.py --preset gpu --sizes minilm --output outputs/benchmark
 
 (1) one SentenceTransformer, and a copy of it for each side
 (2) text: code-search pairs. Every cached contestant's chunk size is swept, its best goes into the turns. Ours are the
-    fastest that need no more memory than theirs: "ours" keeps no graph, "graphs kept" as many as then fit
-(3) curves: time and memory against the batch, with the settings that (2) chose
-    ("ours" is what a run does by default: chunks are packed where that saves padding; "ours, padded" never does)
-(4) fixed: rows of one length, where nothing can be trimmed: what the second forward costs (arithmetic says 4/3)
-(5) flat: our memory from small batches to large ones at one chunk size
-(6) the loss stage alone (benchmark_loss_stage.py), and its memory against the batch
+    fastest that need no more memory than theirs ("ours" is what a run does by default: chunks are packed where that
+    saves padding; "ours, padded" never does)
+(3) fixed: rows of one length, where nothing can be trimmed: what the second forward costs (arithmetic says 4/3)
+(4) flat: our memory from small batches to large ones at one chunk size
 
 Plain is the whole padded batch in one forward and backward, with our InfoNCE; every column is padded to its longest
 row, as collators do. A step is: clear the gradients, cut (ours), forward, loss, backward. Contestants take turns, each
@@ -26,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
 import json
 import logging
 import os
@@ -34,17 +31,20 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from benchmark_loss_stage import PeakBytes, compare, make_columns, our_stage, peak_bytes
 from model_sizes import MODELS, bert, pooling_of
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import losses
 from torch import Tensor, nn
+from transformers.utils import logging as transformers_logging
+from turns import AllocatedBytes, PeakBytes, ratio
 
 from hf_dist_ext import policy
 from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
@@ -64,20 +64,9 @@ TEMPERATURE = 0.05
 COLUMNS = ["query", "positive"]
 ALL_GRAPHS = 10**9
 PLAIN, OURS, OURS_PADDED, OURS_PACKED = "plain", "ours", "ours, padded", "ours, packed"
-OURS_KEPT, OURS_ALL_KEPT = "ours, graphs kept in their memory", "ours, all graphs kept"
-PROBED_GRAPHS = 8  # kept to see what one takes
+OURS_ALL_KEPT = "ours, all graphs kept"
 THEIR_PLAIN, THEIR_CACHED = "sentence-transformers plain", "sentence-transformers cached"
-TARGETS = {  # ratio -> (the most or the least it may be)
-    "cached_over_plain": ("<=", 0.5),
-    "cached_over_sentence_transformers_cached": ("<=", 0.30),
-    "cached_kept_over_sentence_transformers_cached": ("<=", 0.30),
-    "cached_peak_memory_over_sentence_transformers_cached": ("<=", 1.0),
-    "fixed_no_graph_over_plain": ("<=", 1.36),
-    "fixed_all_graphs_over_plain": ("<=", 1.03),
-    "activation_memory_16384_over_256": ("<=", 1.1),
-    "loss_stage_memory_growth_over_batch_growth": ("<=", 1.05),
-    "loss_stage_over_sentence_transformers": ("<=", 0.15),
-}
+HEAD = ("contestant", "seconds", "CPU s", "x plain", "MiB", "tokens", "gradient error")
 
 
 @dataclass(frozen=True)
@@ -88,82 +77,57 @@ class Size:
     model: dict
     pooling: str = "mean"
     autocast: bool = False  # bf16 forward over float32 weights, as Trainer's bf16=true
-    text_pairs: int = 1024  # the batch of the ratios
-    text_length: int = 256
-    curve_pairs: tuple[int, ...] = (128, 256, 512)  # further batches of the curves
+    text: tuple[int, int] = (1024, 256)  # pairs, tokens of a row at most
     chunk_tokens: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)  # ours, swept
     mini_batches: tuple[int, ...] = (8, 16, 32, 64)  # theirs, swept: rows
     mini_batch_tokens: tuple[int, ...] = (256, 512, 1024)  # theirs, swept: real tokens
-    fixed_pairs: int = 256
-    fixed_length: int = 64
-    fixed_chunk_rows: tuple[int, ...] = (32, 64, 128)
-    flat_pairs: tuple[int, ...] = (256, 1024, 4096, 16384)
-    flat_length: int = 16
-    flat_chunk_rows: int = 64
+    fixed: tuple[int, int, tuple[int, ...]] = (256, 64, (32, 64, 128))  # pairs, tokens, rows of a chunk, swept
+    flat: tuple[tuple[int, ...], int, int] = ((256, 1024, 4096, 16384), 16, 64)  # pairs, tokens, rows of a chunk
     exact_pairs: int = 48  # of the float64 check
 
 
-ON_GPU = {
-    "autocast": True, "curve_pairs": (256, 4096, 16384, 65536), "chunk_tokens": (16384, 65536, 131072),
-    "mini_batches": (32, 128, 512), "mini_batch_tokens": (16384, 65536), "fixed_pairs": 512, "fixed_length": 128,
-    "fixed_chunk_rows": (64, 128, 256), "flat_pairs": (256, 4096, 16384, 65536), "flat_length": 32,
-    "flat_chunk_rows": 256,
-}  # fmt: skip
+def on_gpu(name: str, pairs: int, chunk_tokens: tuple[int, ...], mini_batches: tuple[int, ...]) -> Size:
+    """`pairs`: what the plain step still fits into 80 GiB."""
+    return Size(
+        name, MODELS[name], pooling_of(name), True, (pairs, 256), chunk_tokens, mini_batches, (16384, 65536),
+        (512, 128, (64, 128, 256)), ((256, 4096, 16384), 32, 256),
+    )  # fmt: skip
+
+
 PRESETS = {
     "cpu": [Size("width64", bert(64, 1, 2))],
-    "cpu-wide": [Size("width128", bert(128, 2, 2), curve_pairs=(256,), flat_pairs=(256, 16384))],
     "gpu": [
-        Size("minilm", MODELS["minilm"], **ON_GPU),
-        # text_pairs: what the plain step still fits into 80 GiB
-        Size("bert-base", MODELS["bert-base"], text_pairs=256, **ON_GPU),
-        Size(
-            "qwen3-0.6b", MODELS["qwen3-0.6b"], pooling=pooling_of("qwen3-0.6b"), text_pairs=64,
-            **{**ON_GPU, "chunk_tokens": (1024, 4096, 16384), "mini_batches": (8, 32), "curve_pairs": (256, 4096),
-               "flat_pairs": (256, 4096, 16384)},
-        ),
+        on_gpu("minilm", 1024, (16384, 65536, 131072), (32, 128, 512)),
+        on_gpu("bert-base", 256, (16384, 65536, 131072), (32, 128, 512)),
+        on_gpu("qwen3-0.6b", 64, (1024, 4096, 16384), (8, 32)),
     ],
     "smoke": [
         Size(
-            "smoke", bert(32, 1, 2), text_pairs=16, text_length=32, curve_pairs=(8,), chunk_tokens=(128, 256),
-            mini_batches=(4,), mini_batch_tokens=(64,), fixed_pairs=16, fixed_length=8, fixed_chunk_rows=(4,),
-            flat_pairs=(16, 64), flat_length=4, flat_chunk_rows=8, exact_pairs=8,
+            "smoke", bert(32, 1, 2), text=(16, 32), chunk_tokens=(128, 256), mini_batches=(4,),
+            mini_batch_tokens=(64,), fixed=(16, 8, (4,)), flat=((16, 64), 4, 8), exact_pairs=8,
         )
     ],
 }  # fmt: skip
 
 Batch = dict[str, dict[str, Tensor]]
-Step = Callable[[], Tensor]  # gradients are in the model afterwards; returns the loss
-
-
-@dataclass
-class Models:
-    """The same weights twice, and what they are asked to do."""
-
-    ours: SentenceTransformer
-    theirs: SentenceTransformer
-    device: str
-    loss: InfoNCELoss = field(default_factory=lambda: InfoNCELoss(TEMPERATURE))
-
-    def __post_init__(self) -> None:
-        self.embedder = embedder_of(self.ours)
-
-    def encode(self, features: dict) -> Tensor:
-        return self.embedder.call(self.ours, features)
-
-    @property
-    def widening(self) -> int:
-        return policy.widening(self.ours.transformers_model.config.num_hidden_layers, is_checkpointed=False)
-
-    def score(self, embeddings: dict[str, Tensor]) -> tuple[Tensor, dict]:
-        return self.loss(embeddings)
+Step = Callable[[], object]  # gradients are in the model afterwards
 
 
 # (1) -----------------------------------------------------------------------------------------------------------------
 
 
-def make_models(size: Size, tokenizer, device: str) -> Models:
-    from transformers.utils import logging as transformers_logging
+class Models:
+    """The same weights twice."""
 
+    def __init__(self, ours: SentenceTransformer, theirs: SentenceTransformer, device: str) -> None:
+        self.ours, self.theirs, self.device, self.embedder = ours, theirs, device, embedder_of(ours)
+        self.loss = InfoNCELoss(TEMPERATURE)
+
+    def encode(self, features: dict) -> Tensor:
+        return self.embedder.call(self.ours, features)
+
+
+def make_models(size: Size, tokenizer, device: str) -> Models:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
@@ -178,11 +142,9 @@ def make_models(size: Size, tokenizer, device: str) -> Models:
 
 
 def plain_step(models: Models, batch: Batch) -> Step:
-    def step() -> Tensor:
+    def step() -> None:
         models.ours.zero_grad(set_to_none=True)
-        output = models.loss({column: models.encode(features) for column, features in batch.items()})
-        output.loss.backward()
-        return output.loss.detach()
+        models.loss({column: models.encode(features) for column, features in batch.items()}).loss.backward()
 
     return step
 
@@ -197,30 +159,28 @@ def our_step(
 ) -> Step:
     """`packing`: as gradient_cache_packing."""
     encode = encode or (lambda chunk: models.encode(chunk.features))
+    layers = models.ours.transformers_model.config.num_hidden_layers
+    widening = policy.widening(layers, is_checkpointed=False)
 
-    def step() -> Tensor:
+    def step() -> None:
         models.ours.zero_grad(set_to_none=True)
         chunked = lay_out(batch, replace(limits, packs=bool(packing)))
         if packing:
             chunked = decided(chunked, packing)
-        wide = widened(chunked, models.widening) if models.widening > 1 else None
-        return cached_step(chunked, encode, models.score, keep_graph=keep_graph, wide=wide).loss
+        wide = widened(chunked, widening) if widening > 1 else None
+        cached_step(chunked, encode, models.loss, keep_graph=keep_graph, wide=wide)
 
     return step
 
 
 def their_step(models: Models, batch: Batch, **chunks: int) -> Step:
     """Their cached loss with `mini_batch_size` or `mini_batch_num_tokens`, or their plain one with neither."""
-    from sentence_transformers.sentence_transformer import losses
-
     kind = losses.CachedMultipleNegativesRankingLoss if chunks else losses.MultipleNegativesRankingLoss
     loss = kind(models.theirs, scale=1 / TEMPERATURE, **chunks)
 
-    def step() -> Tensor:
+    def step() -> None:
         models.theirs.zero_grad(set_to_none=True)
-        total = loss([dict(features) for features in batch.values()], None)  # their modules write into these dicts
-        total.backward()
-        return total.detach()
+        loss([dict(features) for features in batch.values()], None).backward()  # their modules write into these dicts
 
     return step
 
@@ -229,61 +189,38 @@ def their_step(models: Models, batch: Batch, **chunks: int) -> Step:
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Bytes that graphs made inside keep for their backward: now, and at the highest. `known` tensors do not count."""
+    """Bytes that graphs made inside keep for their backward: now, and at the highest. `known` tensors do not count.
+    A storage that is saved several times is counted once."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__(self._keep, lambda kept: kept.tensor)
-        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self.users: dict[int, int] = {}  # a storage that is saved several times is alive once
+        super().__init__(self._keep, lambda kept: kept[0])
+        self.known = {tensor.untyped_storage()._cdata for tensor in known}
+        self.users: Counter[int] = Counter()
         self.alive = self.peak = 0
 
-    def _keep(self, tensor: Tensor) -> _Kept:
-        return _Kept(tensor, None if tensor.untyped_storage().data_ptr() in self.known else self)
+    def _keep(self, tensor: Tensor) -> list[Tensor]:
+        kept, storage = _Kept([tensor]), tensor.untyped_storage()
+        if storage._cdata not in self.known:
+            self._count(storage._cdata, storage.nbytes(), 1)
+            weakref.finalize(kept, self._count, storage._cdata, storage.nbytes(), -1)
+        return kept
+
+    def _count(self, key: int, nbytes: int, change: int) -> None:
+        self.users[key] += change
+        if self.users[key] == max(change, 0):  # its first user came, or its last one went
+            self.alive += change * nbytes
+            self.peak = max(self.peak, self.alive)
 
 
-class _Kept:
-    def __init__(self, tensor: Tensor, count: SavedBytes | None) -> None:
-        self.tensor, self.count = tensor, count
-        if count is not None:
-            storage = tensor.untyped_storage()
-            self.key, self.nbytes = storage.data_ptr(), storage.nbytes()
-            count.users[self.key] = count.users.get(self.key, 0) + 1
-            count.alive += self.nbytes if count.users[self.key] == 1 else 0
-            count.peak = max(count.peak, count.alive)
-
-    def __del__(self) -> None:
-        if self.count is not None:
-            self.count.users[self.key] -= 1
-            self.count.alive -= self.nbytes if self.count.users[self.key] == 0 else 0
+class _Kept(list):
+    """A list that weakref can watch."""
 
 
 def peak_of(step: Step, device: str) -> int:
     """Bytes of the tensors that the step makes and that are alive together."""
-    if device == "cpu":
-        with PeakBytes() as memory:
-            step()
-        return memory.peak
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    return torch.cuda.max_memory_allocated() - before
-
-
-@contextmanager
-def counted_tokens(models: Models) -> Iterator[list[int]]:
-    """One number: tokens that go through the transformer, padding and every pass included."""
-    seen = [0]
-
-    def count(module: nn.Module, args: tuple) -> None:
-        seen[0] += args[0].numel()
-
-    # Their module calls the transformer's forward past its hooks, but the token embedding's are run.
-    embedders = [model.get_input_embeddings() for model in (models.ours[0].model, models.theirs[0].model)]
-    handles = [embedder.register_forward_pre_hook(count) for embedder in embedders]
-    yield seen
-    for handle in handles:
-        handle.remove()
+    with PeakBytes() if device == "cpu" else AllocatedBytes() as memory:
+        step()
+    return memory.peak
 
 
 def take_turns(steps: dict[str, Step], turns: int, device: str) -> dict[str, dict[str, list[float]]]:
@@ -301,15 +238,8 @@ def take_turns(steps: dict[str, Step], turns: int, device: str) -> dict[str, dic
     return seconds
 
 
-def ratio(figures: dict, name: str, other: str, key: str = "seconds") -> float | None:
-    """Median of the ratios within a turn; None when one of them did not fit the device."""
-    if name not in figures or other not in figures:
-        return None
-    return statistics.median(a / b for a, b in zip(figures[name][key], figures[other][key], strict=True))
-
-
 def fitting(steps: dict[str, Step]) -> dict[str, Step]:
-    """Those that run once without running out of the device's memory; on a CPU nobody would survive the attempt."""
+    """Those that run once without running out of a GPU's memory; on a CPU nobody would survive the attempt."""
     kept = {}
     for name, step in steps.items():
         try:
@@ -317,9 +247,7 @@ def fitting(steps: dict[str, Step]) -> dict[str, Step]:
             kept[name] = step
         except torch.OutOfMemoryError:
             print(f"  {name}: out of memory")
-        finally:
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
     return kept
 
 
@@ -353,52 +281,61 @@ def gradient_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float
     )
 
 
-def observe(steps: dict[str, Step], models: Models, figures: dict) -> None:
-    """Fill in peak memory, tokens and the gradient's distance from the plain step's, which comes first."""
-    wanted = None
+def observed(steps: dict[str, Step], models: Models) -> dict[str, dict]:
+    """Name -> peak memory; tokens that go through the transformer, padding and every pass included; the gradient's
+    distance from the plain step's, which comes first (0 where that does not fit the device)."""
+    figures, wanted, tokens = {}, None, [0]
+
+    def count(module: nn.Module, args: tuple) -> None:
+        tokens[0] += args[0].numel()
+
+    # Their module calls the transformer's forward past its hooks, but the token embedding's are run.
+    embedders = [model.get_input_embeddings() for model in (models.ours[0].model, models.theirs[0].model)]
+    handles = [embedder.register_forward_pre_hook(count) for embedder in embedders]
     for name, step in steps.items():
-        entry = figures.setdefault(name, {"max_relative_gradient_error": None})
-        with counted_tokens(models) as tokens:
-            entry["peak_bytes"] = peak_of(step, models.device)
-        entry["tokens"] = tokens[0]
+        tokens[0] = 0
+        peak = peak_of(step, models.device)
         found = gradients(models.theirs if name.startswith("sentence") else models.ours)
         wanted = found if name == PLAIN else wanted
-        if wanted is not None:  # else the plain step does not fit the device
-            entry["max_relative_gradient_error"] = gradient_error(found, wanted)
+        error = gradient_error(found, wanted) if wanted else 0.0
+        figures[name] = {"peak_bytes": peak, "tokens": tokens[0], "max_relative_gradient_error": error}
+    for handle in handles:
+        handle.remove()
+    return figures
 
 
-# (2), (3) ------------------------------------------------------------------------------------------------------------
+def measured(steps: dict[str, Step], models: Models, turns: int) -> dict[str, dict]:
+    """What `observed` says, and seconds; printed as a table."""
+    figures = observed(steps, models)
+    for name, values in take_turns(steps, turns, models.device).items():
+        figures[name].update(values)
+    print("{:<34}{:>9}{:>9}{:>9}{:>9}{:>10}{:>16}".format(*HEAD))
+    for name, entry in figures.items():
+        over = ratio(figures, name, PLAIN) if PLAIN in figures else float("nan")
+        wall, cpu = (statistics.median(entry[key]) for key in ("seconds", "cpu_seconds"))
+        memory, error = entry["peak_bytes"] / 2**20, entry["max_relative_gradient_error"]
+        print(f"{name:<34}{wall:>9.3f}{cpu:>9.3f}{over:>9.2f}{memory:>9.1f}{entry['tokens']:>10}{error:>16.1e}")
+    return figures
+
+
+# (2) -----------------------------------------------------------------------------------------------------------------
 
 
 def text_batches(size: Size, code_root: str | None, device: str) -> tuple[object, Callable[[int], Batch]]:
     """The tokenizer, and batches of so many pairs; past the dataset's end it begins again."""
     dataset = load_code_search(held_out=1, root=code_root)["train"].shuffle(seed=0)
-    tokenizer = train_tokenizer(
-        (text for column in COLUMNS for text in dataset[column]), model_max_length=size.text_length
-    )
-    collate = ContrastiveCollator(tokenizer, COLUMNS, max_length=size.text_length)
+    tokenizer = train_tokenizer((text for name in COLUMNS for text in dataset[name]), model_max_length=size.text[1])
+    collate = ContrastiveCollator(tokenizer, COLUMNS, max_length=size.text[1])
 
     def batch_of(pairs: int) -> Batch:
-        rows = dataset.select([i % len(dataset) for i in range(pairs)]).to_list()
-        return {
-            name: {key: v.to(device) for key, v in part.items()}
-            for name, part in collate(rows).items()
-            if name != "ids"
-        }
+        batch = collate(dataset.select([i % len(dataset) for i in range(pairs)]).to_list())
+        return {name: {key: v.to(device) for key, v in batch[name].items()} for name in COLUMNS}
 
     return tokenizer, batch_of
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The fastest settings of a sweep; ours need no more memory than their fastest, where any does not."""
-
-    ours: ChunkLimits
-    kept: tuple[ChunkLimits, int] | None  # with so many graphs kept
-    theirs: list[dict]  # two
-
-
-def sweep(size: Size, models: Models, batch: Batch) -> Chosen:
+def sweep(size: Size, models: Models, batch: Batch) -> tuple[ChunkLimits, dict]:
+    """Our fastest setting that needs no more memory than theirs, where any does not, and their fastest."""
     theirs = {f"{THEIR_CACHED}, mini_batch_size {n}": {"mini_batch_size": n} for n in size.mini_batches}
     for n in size.mini_batch_tokens:  # beside a token budget their mini_batch_size cuts the loss stage only
         theirs[f"{THEIR_CACHED}, {n} tokens"] = {"mini_batch_num_tokens": n, "mini_batch_size": 256}
@@ -410,288 +347,124 @@ def sweep(size: Size, models: Models, batch: Batch) -> Chosen:
     ours = {f"{OURS}, {n} tokens per chunk": ChunkLimits(max_tokens=n) for n in size.chunk_tokens}
     steps = {name: our_step(models, batch, limits) for name, limits in ours.items()}
     ours_by_speed = by_speed(steps, models.device, turns=3)
-    peaks = {name: peak_of(steps[name], models.device) for name in ours_by_speed}
-    small = [name for name in ours_by_speed if peaks[name] <= limit]
-    kept = fastest_kept(models, batch, {ours[name]: limit - peaks[name] for name in small})
-    return Chosen(ours[(small or ours_by_speed)[0]], kept, [theirs[name] for name in order[:2]])
+    small = [name for name in ours_by_speed if peak_of(steps[name], models.device) <= limit]
+    return ours[(small or ours_by_speed)[0]], theirs[order[0]]
 
 
-def fastest_kept(models: Models, batch: Batch, left: dict[ChunkLimits, int]) -> tuple[ChunkLimits, int] | None:
-    """The chunks, of those with so many bytes left, that are fastest when as many graphs are kept as fill these; None
-    where no graph fits."""
-    settings = {}
-    for limits, nbytes in left.items():
-        none, few = (peak_of(our_step(models, batch, limits, n), models.device) for n in (0, PROBED_GRAPHS))
-        number = PROBED_GRAPHS * nbytes // max(few - none, 1)
-        while number > 0 and peak_of(our_step(models, batch, limits, number), models.device) > none + nbytes:
-            number = number * 9 // 10
-        if number > 0:
-            settings[f"{OURS}, {limits.max_tokens} tokens per chunk, {number} graphs kept"] = (limits, number)
-    steps = {name: our_step(models, batch, *setting) for name, setting in settings.items()}
-    order = by_speed(steps, models.device, turns=3) if steps else []
-    return settings[order[0]] if order else None
-
-
-def contestants(models: Models, batch: Batch, chosen: Chosen) -> dict[str, Step]:
-    """Name -> step; plain first. Their first cached setting has the plain name, a second one its number behind it."""
+def compare_text(size: Size, models: Models, batch_of: Callable[[int], Batch], turns: int) -> dict:
+    batch = batch_of(size.text[0])
+    fitting({"warm-up": plain_step(models, batch_of(8)), "theirs": their_step(models, batch_of(8), mini_batch_size=4)})
+    print(f"\n{size.name}: text, {size.text[0]} pairs cut at {size.text[1]} tokens")
+    ours, theirs = sweep(size, models, batch)
     steps = {
         PLAIN: plain_step(models, batch),
-        OURS: our_step(models, batch, chosen.ours),
-        OURS_PADDED: our_step(models, batch, chosen.ours, packing=False),
-        OURS_ALL_KEPT: our_step(models, batch, chosen.ours, ALL_GRAPHS),
+        OURS: our_step(models, batch, ours),
+        OURS_PADDED: our_step(models, batch, ours, packing=False),
+        OURS_ALL_KEPT: our_step(models, batch, ours, ALL_GRAPHS),
         THEIR_PLAIN: their_step(models, batch),
+        THEIR_CACHED: their_step(models, batch, **theirs),
     }
-    if chosen.kept:
-        steps[OURS_KEPT] = our_step(models, batch, *chosen.kept)
-    their_chunks = chosen.theirs
-    for number, chunks in enumerate(their_chunks):
-        steps[THEIR_CACHED + (f" ({number + 1})" if number else "")] = their_step(models, batch, **chunks)
-    return steps
-
-
-def compare_text(size: Size, models: Models, batch_of: Callable[[int], Batch], turns: int) -> tuple[dict, Chosen]:
-    """The figures, and the settings for other batches."""
-    batch = batch_of(size.text_pairs)
-    fitting({"warm-up": plain_step(models, batch_of(8)), "theirs": their_step(models, batch_of(8), mini_batch_size=4)})
-    print(f"\n{size.name}: text, {size.text_pairs} pairs cut at {size.text_length} tokens")
-    chosen = sweep(size, models, batch)
-    steps = contestants(models, batch, chosen)
-    if models.device != "cpu":
-        steps = fitting(steps)
-    figures: dict[str, dict] = {}
-    observe(steps, models, figures)
-    for name, values in take_turns(steps, turns, models.device).items():
-        figures[name].update(values)
-    runner_up = figures.get(f"{THEIR_CACHED} (2)")
-    if runner_up and ratio(figures, f"{THEIR_CACHED} (2)", THEIR_CACHED) < 1:
-        figures[THEIR_CACHED], figures[f"{THEIR_CACHED} (2)"] = runner_up, figures[THEIR_CACHED]
-        chosen.theirs.reverse()
-    print_table(figures)
+    figures = measured(steps if models.device == "cpu" else fitting(steps), models, turns)
     real = sum(int(features["attention_mask"].sum()) for features in batch.values())
-    return {
-        "pairs": size.text_pairs,
-        "real_tokens": real,
-        "our_setting": asdict(chosen.ours),
-        "our_setting_with_kept_graphs": chosen.kept and {**asdict(chosen.kept[0]), "kept_graphs": chosen.kept[1]},
-        "their_settings": chosen.theirs,
-        "contestants": figures,
-    }, replace(chosen, theirs=chosen.theirs[:1])
-
-
-def print_table(figures: dict[str, dict]) -> None:
-    print(f"{'contestant':<34}{'seconds':>9}{'CPU s':>9}{'x plain':>9}{'MiB':>9}{'tokens':>10}{'gradient error':>16}")
-    for name, entry in figures.items():
-        over = ratio(figures, name, PLAIN) or float("nan")
-        print(
-            f"{name:<34}{statistics.median(entry['seconds']):>9.3f}{statistics.median(entry['cpu_seconds']):>9.3f}"
-            f"{over:>9.2f}{entry['peak_bytes'] / 2**20:>9.1f}{entry.get('tokens', 0):>10}"
-            f"{entry['max_relative_gradient_error'] or 0:>16.1e}"
-        )
+    setting = {"our_setting": asdict(ours), "their_setting": theirs}
+    return {"pairs": size.text[0], "real_tokens": real, **setting, "contestants": figures}
 
 
 def exact_errors(size: Size, models: Models, batch_of: Callable[[int], Batch]) -> dict[str, float]:
     """The same comparison of gradients in float64, on a small batch cut into small chunks."""
-    batch = batch_of(size.exact_pairs)
+    batch, limits = batch_of(size.exact_pairs), ChunkLimits(max_rows=5)
     exact = Models(copy.deepcopy(models.ours).double(), copy.deepcopy(models.theirs).double(), models.device)
     steps = {
         PLAIN: plain_step(exact, batch),
-        OURS_PADDED: our_step(exact, batch, ChunkLimits(max_rows=5), packing=False),
-        OURS_PACKED: our_step(exact, batch, ChunkLimits(max_rows=5), packing=True),
-        OURS_ALL_KEPT: our_step(exact, batch, ChunkLimits(max_rows=5), ALL_GRAPHS),
+        OURS_PADDED: our_step(exact, batch, limits, packing=False),
+        OURS_PACKED: our_step(exact, batch, limits, packing=True),
+        OURS_ALL_KEPT: our_step(exact, batch, limits, ALL_GRAPHS),
         THEIR_CACHED: their_step(exact, batch, mini_batch_size=5),
     }
-    figures: dict[str, dict] = {}
-    observe(steps, exact, figures)
-    errors = {name: entry["max_relative_gradient_error"] for name, entry in figures.items() if name != PLAIN}
+    errors = {name: entry["max_relative_gradient_error"] for name, entry in observed(steps, exact).items()}
+    errors.pop(PLAIN)
     print("gradient error in float64: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     return errors
 
 
-def curves(
-    size: Size, models: Models, batch_of: Callable[[int], Batch], text: dict, chosen: Chosen, turns: int
-) -> list[dict]:
-    """Time and memory of the chosen settings at other batches; the batch of (2) is among the points."""
-    points = [{"pairs": text["pairs"], "contestants": text["contestants"]}]
-    for pairs in size.curve_pairs:
-        steps = contestants(models, batch_of(pairs), chosen)
-        if models.device != "cpu":
-            print(f"curve, {pairs} pairs")
-            steps = fitting(steps)
-        seconds = take_turns(steps, turns, models.device)
-        figures = {name: {**seconds[name], "peak_bytes": peak_of(step, models.device)} for name, step in steps.items()}
-        points.append({"pairs": pairs, "contestants": figures})
-    points.sort(key=lambda point: point["pairs"])
-    print(f"\n{'pairs':>8}  seconds (MiB)")
-    for point in points:
-        cells = [
-            f"{name} {statistics.median(entry['seconds']):.3f} ({entry['peak_bytes'] / 2**20:.0f})"
-            for name, entry in point["contestants"].items()
-        ]
-        print(f"{point['pairs']:>8}  {'; '.join(cells)}")
-    return points
-
-
-# (4), (5) ------------------------------------------------------------------------------------------------------------
+# (3), (4) ------------------------------------------------------------------------------------------------------------
 
 
 def fixed_batch(size: Size, pairs: int, length: int, device: str) -> Batch:
     generator = torch.Generator().manual_seed(0)
-    vocabulary = size.model.get("vocab_size", 500)
-    ids = {name: torch.randint(5, min(vocabulary, 500), (pairs, length), generator=generator) for name in COLUMNS}
-    return {n: {"input_ids": v.to(device), "attention_mask": torch.ones_like(v).to(device)} for n, v in ids.items()}
+    ids = {name: torch.randint(5, 500, (pairs, length), generator=generator).to(device) for name in COLUMNS}
+    return {name: {"input_ids": v, "attention_mask": torch.ones_like(v)} for name, v in ids.items()}
 
 
 def compare_fixed(size: Size, models: Models, turns: int) -> dict:
-    batch = fixed_batch(size, size.fixed_pairs, size.fixed_length, models.device)
-    print(f"\n{size.name}: fixed, {size.fixed_pairs} pairs of {size.fixed_length} tokens each; sweep")
-    chosen = {}
+    pairs, length, swept = size.fixed
+    batch, chosen = fixed_batch(size, pairs, length, models.device), {}
+    print(f"\n{size.name}: fixed, {pairs} pairs of {length} tokens each; sweep")
     for name, keep_graph in ((OURS, 0), (OURS_ALL_KEPT, ALL_GRAPHS)):
-        steps = {
-            f"{name}, {rows} rows per chunk": our_step(models, batch, ChunkLimits(max_rows=rows), keep_graph)
-            for rows in size.fixed_chunk_rows
-        }
-        best = by_speed(steps, models.device, turns=5)[0]
-        chosen[name] = size.fixed_chunk_rows[list(steps).index(best)]
+        limits = {f"{name}, {rows} rows per chunk": ChunkLimits(max_rows=rows) for rows in swept}
+        steps = {words: our_step(models, batch, one, keep_graph) for words, one in limits.items()}
+        chosen[name] = limits[by_speed(steps, models.device, turns=5)[0]]
     steps = {
         PLAIN: plain_step(models, batch),
-        OURS: our_step(models, batch, ChunkLimits(max_rows=chosen[OURS])),
-        OURS_PACKED: our_step(models, batch, ChunkLimits(max_rows=chosen[OURS]), packing=True),
-        OURS_ALL_KEPT: our_step(models, batch, ChunkLimits(max_rows=chosen[OURS_ALL_KEPT]), ALL_GRAPHS),
-        THEIR_CACHED: their_step(models, batch, mini_batch_size=chosen[OURS]),
+        OURS: our_step(models, batch, chosen[OURS]),
+        OURS_PACKED: our_step(models, batch, chosen[OURS], packing=True),
+        OURS_ALL_KEPT: our_step(models, batch, chosen[OURS_ALL_KEPT], ALL_GRAPHS),
+        THEIR_CACHED: their_step(models, batch, mini_batch_size=chosen[OURS].max_rows),
     }
-    figures: dict[str, dict] = {}
-    observe(steps, models, figures)
-    for name, values in take_turns(steps, turns, models.device).items():
-        figures[name].update(values)
-    print_table(figures)
-    return {"pairs": size.fixed_pairs, "length": size.fixed_length, "chunk_rows": chosen, "contestants": figures}
+    rows = {name: limits.max_rows for name, limits in chosen.items()}
+    return {"pairs": pairs, "length": length, "chunk_rows": rows, "contestants": measured(steps, models, turns)}
 
 
 def flat_memory(size: Size, models: Models) -> list[dict]:
-    """Per batch: what the model's graph holds, the step's peak, and how many copies of the embeddings explain it."""
+    """Per batch: bytes that the model's graph holds, that the step needs at most, and of the embeddings."""
+    batches, length, chunk_rows = size.flat
     points = []
-    for pairs in size.flat_pairs:
-        batch = fixed_batch(size, pairs, size.flat_length, models.device)
-        saved = SavedBytes(
-            [*models.ours.parameters(), *models.ours.buffers()]
-            + [value for features in batch.values() for value in features.values()]  # where rows stay in order
-        )
+    print(f"\n{size.name}: flat, rows of {length} tokens, {chunk_rows} rows per chunk")
+    print(f"{'pairs':>8}{'activations, MiB':>18}{'peak, MiB':>11}{'embeddings, MiB':>17}")
+    for pairs in batches:
+        batch = fixed_batch(size, pairs, length, models.device)
+        given = [value for features in batch.values() for value in features.values()]
+        saved = SavedBytes([*models.ours.parameters(), *models.ours.buffers(), *given])
 
         def encode(chunk, saved=saved):
             with saved:
                 return models.encode(chunk.features)
 
-        step = our_step(models, batch, ChunkLimits(max_rows=size.flat_chunk_rows), encode=encode)
-        peak = peak_of(step, models.device)
+        peak = peak_of(our_step(models, batch, ChunkLimits(max_rows=chunk_rows), encode=encode), models.device)
+        nbytes = pairs * len(COLUMNS) * models.ours.get_embedding_dimension() * 4
         assert saved.peak > 0 and saved.alive == 0, (saved.peak, saved.alive)
-        points.append({"pairs": pairs, "activation_bytes": saved.peak, "peak_bytes": peak})
-    embedding_bytes = len(COLUMNS) * models.ours.get_embedding_dimension() * 4  # of a pair
-    first, last = points[0], points[-1]
-    copies = (last["peak_bytes"] - first["peak_bytes"]) / (last["pairs"] - first["pairs"]) / embedding_bytes
-    print(f"\n{size.name}: flat, rows of {size.flat_length} tokens, {size.flat_chunk_rows} rows per chunk")
-    print(f"{'pairs':>8}{'activations, MiB':>18}{'peak, MiB':>11}{'embeddings, MiB':>17}")
-    for point in points:
-        point["embedding_bytes"] = point["pairs"] * embedding_bytes
-        cells = [point[key] / 2**20 for key in ("activation_bytes", "peak_bytes", "embedding_bytes")]
-        print(f"{point['pairs']:>8}{cells[0]:>18.2f}{cells[1]:>11.2f}{cells[2]:>17.2f}")
-    print(
-        f"between {first['pairs']} and {last['pairs']} pairs the peak grows by {copies:.1f} copies of the embeddings"
-    )
+        found = {"activation_bytes": saved.peak, "peak_bytes": peak, "embedding_bytes": nbytes}
+        points.append({"pairs": pairs, **found})
+        print("{:>8}{:>18.2f}{:>11.2f}{:>17.2f}".format(pairs, *(value / 2**20 for value in found.values())))
     return points
-
-
-# (6) -----------------------------------------------------------------------------------------------------------------
-
-
-def loss_stage(options: argparse.Namespace, device: str) -> dict:
-    is_small = options.preset == "smoke"
-    rows, batches = (64, (64, 128)) if is_small else (2048, (1024, 2048, 4096, 8192, 16384))
-    stage = argparse.Namespace(
-        rows=rows, chunk=32, negatives=0, device=device, turns=options.turns, mini_batches=[256, rows]
-    )
-    result = compare(128, stage)
-    if device == "cpu":
-        columns = {n: make_columns(n, 128, 2, torch.float32, device) for n in batches}
-        peaks = {n: peak_bytes(our_stage(columns[n], 32)) for n in batches}
-    else:
-        peaks = {n: peak_of(our_stage(make_columns(n, 128, 2, torch.float32, device), 32), device) for n in batches}
-    print("loss stage, peak MiB: " + ", ".join(f"batch {n} {peak / 2**20:.1f}" for n, peak in peaks.items()))
-    first, last = batches[0], batches[-1]
-    return result | {"peak_bytes_of_batches": peaks, "growth": peaks[last] / peaks[first] / (last / first)}
 
 
 # the report ----------------------------------------------------------------------------------------------------------
 
 
-def ratios_of(size: dict, stage: dict, key: str = "seconds") -> dict[str, float]:
+def ratios_of(size: dict, key: str = "seconds") -> dict[str, float | None]:
+    """None where one of the two did not fit the device."""
     text, fixed, flat = size["text"]["contestants"], size["fixed"]["contestants"], size["flat"]
-    memory = [text[name]["peak_bytes"] for name in (OURS, THEIR_CACHED)]
-    return {
-        "cached_over_plain": ratio(text, OURS, PLAIN, key),
-        "cached_packed_over_padded": ratio(text, OURS, OURS_PADDED, key),
-        "cached_all_graphs_over_plain": ratio(text, OURS_ALL_KEPT, PLAIN, key),
-        "cached_over_sentence_transformers_cached": ratio(text, OURS, THEIR_CACHED, key),
-        "cached_kept_over_sentence_transformers_cached": ratio(text, OURS_KEPT, THEIR_CACHED, key),
-        "cached_over_sentence_transformers_plain": ratio(text, OURS, THEIR_PLAIN, key),
-        "cached_peak_memory_over_sentence_transformers_cached": memory[0] / memory[1],
-        "fixed_no_graph_over_plain": ratio(fixed, OURS, PLAIN, key),
-        "fixed_packed_over_padded": ratio(fixed, OURS_PACKED, OURS, key),
-        "fixed_all_graphs_over_plain": ratio(fixed, OURS_ALL_KEPT, PLAIN, key),
-        "fixed_sentence_transformers_cached_over_plain": ratio(fixed, THEIR_CACHED, PLAIN, key),
-        # The name holds the target's batches; results.json says which ones this preset ran.
-        "activation_memory_16384_over_256": flat[-1]["activation_bytes"] / flat[0]["activation_bytes"],
-        "loss_stage_over_sentence_transformers": stage["loss_stage_over_sentence_transformers"],
-        "loss_stage_memory_growth_over_batch_growth": stage["growth"],
+    pairs = {
+        "cached_over_plain": (text, OURS, PLAIN),
+        "cached_packed_over_padded": (text, OURS, OURS_PADDED),
+        "cached_all_graphs_over_plain": (text, OURS_ALL_KEPT, PLAIN),
+        "cached_over_sentence_transformers_cached": (text, OURS, THEIR_CACHED),
+        "cached_over_sentence_transformers_plain": (text, OURS, THEIR_PLAIN),
+        "fixed_no_graph_over_plain": (fixed, OURS, PLAIN),
+        "fixed_packed_over_padded": (fixed, OURS_PACKED, OURS),
+        "fixed_all_graphs_over_plain": (fixed, OURS_ALL_KEPT, PLAIN),
+        "fixed_sentence_transformers_cached_over_plain": (fixed, THEIR_CACHED, PLAIN),
     }
-
-
-def print_targets(ratios: dict[str, float]) -> None:
-    print()
-    for name, value in ratios.items():
-        if value is None:
-            print(f"{name:<56}  one side does not fit the memory")
-            continue
-        sign, bound = TARGETS.get(name, ("", 0.0))
-        verdict = f"   target {sign} {bound:.2f}: {'reached' if value <= bound else 'MISSED'}" if sign else ""
-        print(f"{name:<56}{value:>7.3f}{verdict}")
-
-
-def draw(size: Size, result: dict, output: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    for what, label in (("time", "seconds per step"), ("memory", "peak MiB of a step")):
-        figure, axes = pyplot.subplots(figsize=(7, 4.5))
-        for name in (PLAIN, OURS, OURS_PADDED, OURS_KEPT, OURS_ALL_KEPT, THEIR_PLAIN, THEIR_CACHED):
-            points = [(p["pairs"], p["contestants"][name]) for p in result["curves"] if name in p["contestants"]]
-            values = [
-                statistics.median(entry["seconds"]) if what == "time" else entry["peak_bytes"] / 2**20
-                for _, entry in points
-            ]
-            # theirs dashed: the two plain steps lie on each other
-            style = {"linestyle": "--", "marker": "x"} if name.startswith("sentence") else {"marker": "o"}
-            axes.plot([pairs for pairs, _ in points], values, label=name, **style)
-        if what == "memory":
-            flat = result["flat"]
-            for key, name in (("peak_bytes", "peak"), ("activation_bytes", "activations")):
-                axes.plot(
-                    [p["pairs"] for p in flat], [p[key] / 2**20 for p in flat], marker=".", linestyle=":",
-                    label=f"ours, rows of {size.flat_length} tokens: {name}",
-                )  # fmt: skip
-        axes.set(xscale="log", yscale="log", xlabel="pairs in the batch", ylabel=label)
-        axes.set_title(f"{size.name}: code-search pairs, up to {size.text_length} tokens", fontsize=10)
-        flat_pairs = [point["pairs"] for point in result["flat"]] if what == "memory" else []
-        axes.set_xticks(sorted({point["pairs"] for point in result["curves"]}.union(flat_pairs)))
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.minorticks_off()
-        axes.tick_params(axis="x", labelsize=8)
-        axes.legend(fontsize=8)
-        axes.grid(alpha=0.3)
-        figure.tight_layout()
-        figure.savefig(output / f"{what}_{size.name}.png", dpi=120)
-        pyplot.close(figure)
+    ratios = {
+        name: ratio(figures, one, other, key) if one in figures and other in figures else None
+        for name, (figures, one, other) in pairs.items()
+    }
+    ours, theirs = (text[name]["peak_bytes"] for name in (OURS, THEIR_CACHED))
+    small, large = flat[0]["activation_bytes"], flat[-1]["activation_bytes"]
+    ratios["cached_peak_memory_over_sentence_transformers_cached"] = ours / theirs
+    ratios["activation_memory_of_largest_over_smallest_batch"] = large / small
+    return ratios
 
 
 def describe_machine(device: str) -> str:
@@ -704,69 +477,50 @@ def describe_machine(device: str) -> str:
 def measure(size: Size, options: argparse.Namespace, device: str) -> dict:
     tokenizer, batch_of = text_batches(size, options.code_root, device)
     models = make_models(size, tokenizer, device)
-    parameters = sum(p.numel() for p in models.ours.parameters())
-    result: dict = {"name": size.name, "model": size.model, "num_parameters": parameters, "autocast": size.autocast}
-    result["text"], chosen = compare_text(size, models, batch_of, options.turns)
+    result: dict = {"name": size.name, "model": size.model, "autocast": size.autocast}
+    result["text"] = compare_text(size, models, batch_of, options.turns)
     if not size.autocast:
         result["float64_gradient_error"] = exact_errors(size, models, batch_of)
-    result["curves"] = curves(size, models, batch_of, result["text"], chosen, max(1, options.turns // 2))
     result["fixed"] = compare_fixed(size, models, 7 * options.turns)
     result["flat"] = flat_memory(size, models)
+    result["ratios"], result["ratios_of_cpu_seconds"] = ratios_of(result), ratios_of(result, "cpu_seconds")
+    print()
+    for name, value in result["ratios"].items():
+        print(f"{name:<56}" + ("one side does not fit the memory" if value is None else f"{value:>7.3f}"))
     return result
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=list(PRESETS), default="cpu")
-    parser.add_argument("--sizes", nargs="+", help="only these sizes of the preset")
-    parser.add_argument("--curve_pairs", type=int, nargs="+", help="batches of the curves (default: the preset's)")
-    parser.add_argument("--turns", type=int, default=3, help="turns of the text comparison; the others follow it")
-    parser.add_argument("--code_root", help="read code-search pairs from this folder instead of the standard library")
-    parser.add_argument("--output", type=Path, help="write results.json and the plots into this folder")
-    options = parser.parse_args(argv)
-    with exit_on_usage_error():
-        run(options)
 
 
 def run(options: argparse.Namespace) -> None:
     device = "cuda" if options.preset == "gpu" else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError('--preset gpu: torch sees no CUDA device. Use "cpu", or a machine that has one.')
-    if options.output and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--output draws with matplotlib, which is not installed. Run: pip install -e '.[plot]'")
     sizes = [size for size in PRESETS[options.preset] if not options.sizes or size.name in options.sizes]
     if not sizes:
         raise UsageError(f"--sizes: the preset has {', '.join(size.name for size in PRESETS[options.preset])}.")
-    if options.curve_pairs:
-        sizes = [replace(size, curve_pairs=tuple(options.curve_pairs)) for size in sizes]
     packages = {name: version(name) for name in ("torch", "transformers", "sentence-transformers")}
-    machine = describe_machine(device)
-    print(f"{machine}; " + ", ".join(f"{name} {number}" for name, number in packages.items()))
-    results = [measure(size, options, device) for size in sizes]
-    stage = loss_stage(options, device)
-    for result in results:
-        result["ratios"] = ratios_of(result, stage)
-        result["ratios_of_cpu_seconds"] = ratios_of(result, stage, "cpu_seconds")
-        print_targets(result["ratios"])
-    if options.output is None:
-        return
-    options.output.mkdir(parents=True, exist_ok=True)
     report = {
         "command": " ".join(["python", "scripts/benchmark_gradient_cache.py", *sys.argv[1:]]),
-        "machine": machine,
-        "versions": packages,
-        "preset": options.preset,
-        "turns": options.turns,
-        "ratios": results[0]["ratios"],
-        "ratios_of_cpu_seconds": results[0]["ratios_of_cpu_seconds"],
-        "targets": {name: f"{sign} {bound}" for name, (sign, bound) in TARGETS.items()},
-        "sizes": results,
-        "loss_stage": stage,
-    }
-    (options.output / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    for size, result in zip(sizes, results, strict=True):
-        draw(size, result, options.output)
-    print(f"\nwritten: {options.output}/results.json and {2 * len(sizes)} plots")
+        "machine": describe_machine(device), "versions": packages, "turns": options.turns,
+    }  # fmt: skip
+    print(report["machine"] + "; " + ", ".join(f"{name} {number}" for name, number in packages.items()))
+    report["sizes"] = [measure(size, options, device) for size in sizes]
+    report["ratios"] = report["sizes"][0]["ratios"]
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(f"\nwritten: {options.output}/results.json")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=list(PRESETS), default="cpu")
+    parser.add_argument("--sizes", nargs="+", help="only these sizes of the preset")
+    parser.add_argument("--turns", type=int, default=3, help="turns of the text comparison; the others follow it")
+    parser.add_argument("--code_root", help="read code-search pairs from this folder instead of the standard library")
+    parser.add_argument("--output", type=Path, help="write results.json into this folder")
+    options = parser.parse_args(argv)
+    with exit_on_usage_error():
+        run(options)
 
 
 if __name__ == "__main__":

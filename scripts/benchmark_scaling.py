@@ -18,8 +18,8 @@ Rows have one length, so that all ranks have the same work. Collectives and thei
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import math
 import os
 import platform
 import statistics
@@ -103,54 +103,9 @@ def print_table(rows: list[dict]) -> None:
             f"{row['collective_seconds']:>12.3f}{row['loss_stage_seconds']:>9.3f}"
             f"{row['cpu_seconds_per_step']:>8.3f}"
         )
-    for row in rows[1:]:
-        kinds = [f"{kind['count']} {n} ({kind['bytes'] / 2**20:.2f} MiB)" for n, kind in row["collectives"].items()]
-        print(f"{row['preset']} on {row['processes']}, per step and process: {', '.join(kinds)}")
-
-
-def what_limits(alone: dict, row: dict) -> str:
-    """Where a step's extra time goes, in one sentence."""
-    extra = row["seconds_per_step"] - alone["seconds_per_step"]
-    loss = max(0.0, row["loss_stage_seconds"] - alone["loss_stage_seconds"])
-    network = row["collective_seconds"]
-    work = max(0.0, row["cpu_seconds_per_step"] - alone["cpu_seconds_per_step"] - loss)
-    parts = {
-        f"the loss stage, whose contrastive batch is {row['processes']} times as large": loss,
-        "collectives, waiting for the slowest process included": network,
-        "more work for the processor, the wrapper's and that of shared caches and memory": work,
-        "waiting, for a core or for what the other numbers do not see": max(0.0, extra - loss - network - work),
-    }
-    crowd = f" on {os.cpu_count()} cores" if row["device"] == "cpu" else ""
-    listed = "; ".join(f"{name}: {seconds:.3f} s" for name, seconds in parts.items())
-    return (
-        f"{row['preset']}, {row['processes']} processes{crowd}: a step takes {extra:+.3f} s beside one process alone; "
-        f"limited by {max(parts, key=parts.get)} ({listed})."
-    )
-
-
-def draw(rows: list[dict], output: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4.5))
-    most = max(row["processes"] for row in rows)
-    axes.plot([1, most], [rows[0]["pairs_per_second"] * n for n in (1, most)], "k:", label="efficiency 1")
-    for preset in dict.fromkeys(row["preset"] for row in rows[1:]):
-        points = [rows[0], *(row for row in rows if row["preset"] == preset)]
-        axes.plot([p["processes"] for p in points], [p["pairs_per_second"] for p in points], marker="o", label=preset)
-    axes.set(xlabel="processes", ylabel="pairs per second", xticks=sorted({row["processes"] for row in rows}))
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(output / "scaling.png", dpi=120)
 
 
 def run(options: argparse.Namespace) -> None:
-    if options.output and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--output draws with matplotlib, which is not installed. Run: pip install -e '.[plot]'")
     if max(options.processes) < 2:
         raise UsageError(f"--processes {options.processes}: scaling needs a number above 1 beside the one alone.")
     packages = {name: version(name) for name in ("torch", "transformers", "accelerate")}
@@ -159,8 +114,6 @@ def run(options: argparse.Namespace) -> None:
     print(f"{machine}; " + ", ".join(f"{name} {number}" for name, number in packages.items()))
     rows = measure(options)
     print_table(rows)
-    reasons = [what_limits(rows[0], row) for row in rows[1:]]
-    print("\n".join(["", *reasons]))
     if options.output is None:
         return
     options.output.mkdir(parents=True, exist_ok=True)
@@ -172,11 +125,9 @@ def run(options: argparse.Namespace) -> None:
         "efficiency_is": "(T1 / TN) / N, T = seconds per pair of the global batch",
         **settings,
         "results": rows,
-        "what_limits": reasons,
     }
     (options.output / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    draw(rows, options.output)
-    print(f"written: {options.output}/results.json and scaling.png")
+    print(f"written: {options.output}/results.json")
 
 
 # (2): what every process runs ---------------------------------------------------------------------------------------
@@ -283,15 +234,8 @@ def collectives(events: list[dict]) -> dict[str, dict[str, float]]:
         seconds[name] += event.get("dur", 0) / 1e6
         for shape, kind in zip(shapes, event["args"].get("Input type", []), strict=False):
             rows = shape if shape and isinstance(shape[0], list) else [shape]  # a list of tensors, or one
-            nbytes[name] += sum(TYPE_BYTES.get(kind, 4) * _product(one) for one in rows if one)
+            nbytes[name] += sum(TYPE_BYTES.get(kind, 4) * math.prod(one) for one in rows if one)
     return {name: {"count": count[name], "bytes": nbytes[name], "seconds": seconds[name]} for name in sorted(count)}
-
-
-def _product(numbers: list[int]) -> int:
-    product = 1
-    for number in numbers:
-        product *= number
-    return product
 
 
 def main() -> None:
@@ -308,7 +252,7 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="autocast, as Trainer's bf16")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a run")
     parser.add_argument("--repeats", type=int, default=3, help="runs of every setting")
-    parser.add_argument("--output", type=Path, help="write results.json and scaling.png into this folder")
+    parser.add_argument("--output", type=Path, help="write results.json into this folder")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # set for the processes that this one starts
     options = parser.parse_args()
     with exit_on_usage_error():

@@ -30,6 +30,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -53,7 +54,6 @@ from sentence_transformers import (
 from sentence_transformers.base.sampler import DefaultBatchSampler
 from sentence_transformers.multi_vector_encoder import losses as multi_vector_losses
 from sentence_transformers.sentence_transformer import losses
-from torch import nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -154,44 +154,37 @@ def common(work: Work) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def without_pooler(module: nn.Module) -> nn.Module:
-    """BERT's pooler, which nobody reads: our model has none."""
-    if getattr(module.model, "pooler", None) is not None:
-        module.model.pooler = None
-    return module
-
-
-def their_model(
-    folder: Path, device: str, setting: dict | None = None, kind: type = SentenceTransformer
-) -> SentenceTransformer:
-    """`setting`: its "attention" is taken out."""
-    attention = (setting or {}).pop("attention", None)
-    options = {"attn_implementation": attention} if attention else {}
-    model = kind(str(folder), device=device, model_kwargs=options)
-    without_pooler(model[0])
+def their_model(folder: Path, device: str, kind: type = SentenceTransformer) -> SentenceTransformer:
+    """Without BERT's pooler, which nobody reads: our model has none."""
+    model = kind(str(folder), device=device)
+    if getattr(model[0].model, "pooler", None) is not None:
+        model[0].model.pooler = None
     return model
 
 
 def their_trainer(loss: str, columns: list[str], work: Work, setting: dict, callback: Turns) -> Callable:
-    model = their_model(work.folder, work.device, setting := dict(setting))
+    is_late = loss == "CachedMultiVectorMultipleNegativesRankingLoss"
+    model = their_model(work.folder, work.device, MultiVectorEncoder if is_late else SentenceTransformer)
     guide = {"guide": their_model(work.guide, work.device), "temperature": TEMPERATURE} if "GIST" in loss else {}
-    trainer = SentenceTransformerTrainer(
+    kinds = (MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments, multi_vector_losses)
+    of_vectors = (SentenceTransformerTrainer, SentenceTransformerTrainingArguments, losses)
+    trainer_class, arguments, module = kinds if is_late else of_vectors
+    trainer = trainer_class(
         model=model,
-        args=SentenceTransformerTrainingArguments(batch_sampler=in_order, **common(work)),
+        args=arguments(batch_sampler=in_order, **common(work)),
         train_dataset=work.rows.select_columns(columns),
-        loss=getattr(losses, loss)(model, **guide, **setting),
+        loss=getattr(module, loss)(model, **guide, **setting),
         callbacks=[callback],
     )
     return trainer.train
 
 
 def our_trainer(loss: str, columns: list[str], work: Work, setting: dict, callback: Turns) -> Callable:
-    model = their_model(
-        work.folder, work.device, kind=MultiVectorEncoder if loss == "late_interaction" else SentenceTransformer
-    )
+    is_late = loss == "late_interaction"
+    model = their_model(work.folder, work.device, MultiVectorEncoder if is_late else SentenceTransformer)
     if loss == "infonce":
         scored = InfoNCELoss(temperature=TEMPERATURE)
-    elif loss == "late_interaction":
+    elif is_late:
         scored = LateInteractionLoss()
     else:
         guide = {"guide": str(work.guide), "temperature": TEMPERATURE} if "GIST" in loss else {}
@@ -205,18 +198,6 @@ def our_trainer(loss: str, columns: list[str], work: Work, setting: dict, callba
         ),
         loss=scored,
         train_dataset=work.rows.select_columns(columns),
-        callbacks=[callback],
-    )
-    return trainer.train
-
-
-def their_multi_vector_trainer(columns: list[str], work: Work, setting: dict, callback: Turns) -> Callable:
-    model = their_model(work.folder, work.device, setting := dict(setting), MultiVectorEncoder)
-    trainer = MultiVectorEncoderTrainer(
-        model=model,
-        args=MultiVectorEncoderTrainingArguments(batch_sampler=in_order, **common(work)),
-        train_dataset=work.rows.select_columns(columns),
-        loss=multi_vector_losses.CachedMultiVectorMultipleNegativesRankingLoss(model, **setting),
         callbacks=[callback],
     )
     return trainer.train
@@ -242,7 +223,7 @@ COMPARISONS = {
     ),
     "late": Comparison(
         "late interaction, 128 dimensions",
-        partial(their_multi_vector_trainer, COLUMNS),
+        partial(their_trainer, "CachedMultiVectorMultipleNegativesRankingLoss", COLUMNS),
         partial(our_trainer, "late_interaction", COLUMNS),
         is_late=True,
     ),
@@ -269,8 +250,6 @@ def contestants(comparison: Comparison, work: Work, options: argparse.Namespace)
     else:
         settings = {f"{n} rows": {"mini_batch_size": n} for n in options.mini_batches}
         settings |= {f"{n} tokens": {"mini_batch_num_tokens": n} for n in options.mini_batch_tokens}
-        if attention := options.their_attention:
-            settings |= {f"{name}, {attention}": one | {"attention": attention} for name, one in settings.items()}
         found = {f"{THEIRS}, cached, {name}": partial(comparison.theirs, work, one) for name, one in settings.items()}
     for n in options.chunk_tokens:
         found[f"{OURS}, {n} tokens"] = ours_with(comparison, work, n)
@@ -339,16 +318,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=64, help="pairs of a step; of the tiny model four times as many")
     parser.add_argument("--turns", type=int, default=2, help="turns that are timed")
     parser.add_argument("--mini_batches", type=int, nargs="*", default=[8, 32], help="theirs, in rows")
-    parser.add_argument("--their_attention", help="theirs that are cached with it too, beside sdpa")
     parser.add_argument("--mini_batch_tokens", type=int, nargs="*", default=[1024], help="theirs, in tokens")
     parser.add_argument("--chunk_tokens", type=int, nargs="+", default=[1024, 2048], help="ours")
-    parser.add_argument(
-        "--kept_tokens",
-        type=int,
-        nargs="*",
-        default=[1024],
-        help="ours, of chunks whose graphs are kept; none: no rows",
-    )
+    kept = "ours, of chunks whose graphs are kept; none: no rows"
+    parser.add_argument("--kept_tokens", type=int, nargs="*", default=[1024], help=kept)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--model", choices=list(MODELS), help="of this size (model_sizes.py), without dropout")
     parser.add_argument("--dropout", type=float, default=0.0, help="losses differ where it is not 0")
@@ -393,11 +366,7 @@ def run(options: argparse.Namespace) -> None:
             results.append(summary(comparison, work, figures))
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
-        settings = {
-            name: value if isinstance(value, (int, float, list)) else str(value)
-            for name, value in vars(options).items()
-        }
-        report = {"machine": described, "settings": settings, "results": results}
+        report = {"machine": described, "command": " ".join(sys.argv), "results": results}
         (options.output / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

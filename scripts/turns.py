@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,10 +24,37 @@ from typing import Any
 
 import psutil
 import torch
-from benchmark_loss_stage import PeakBytes
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback
 
 FORK = multiprocessing.get_context("fork")  # a process that starts afresh imports for seconds
+
+
+class PeakBytes(TorchDispatchMode):
+    """Bytes of the storages made inside and still alive: now, and at the highest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in known:
+                storage = leaf.untyped_storage()
+                self._free(storage._cdata)
+                self.alive[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata)
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _free(self, key: int) -> None:
+        self.now -= self.alive.pop(key, 0)
 
 
 class AllocatedBytes:

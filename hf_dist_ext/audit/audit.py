@@ -2,10 +2,9 @@
 
 (1) the first update runs again and again (repeated_update.py); `_Audit.updates` looks at what it has made
 (2) as the run makes it: both passes, the random numbers, what trained, the gradient of all ranks
-(3) the loss itself moves by <gradient, direction> when the weights move a little; this needs no second model
-(4) without dropout, whose masks a second model would draw anew: the gradient beside that of the plain step
+(3) without dropout, whose masks a second model would draw anew: the gradient beside that of the plain step
     (plain_step.py), on rank 0, which is given the rows of all ranks
-(5) which rank has which rows, and which row the loss takes for the positive (row_checks.py)
+(4) which rank has which rows (row_checks.py)
 
 Afterwards weights, buffers and random numbers are as they were, and the run's folder holds what it held.
 """
@@ -15,7 +14,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -29,8 +27,7 @@ from torch.utils._pytree import tree_leaves
 from hf_dist_ext.audit import row_checks
 from hf_dist_ext.audit.plain_step import PlainStep, on, trained
 from hf_dist_ext.audit.repeated_update import RepeatedUpdate
-from hf_dist_ext.audit.replay_causes import few
-from hf_dist_ext.audit.row_checks import digest_of
+from hf_dist_ext.audit.row_checks import digest_of, few
 from hf_dist_ext.checkpoints.sentence_model import whole_copy
 from hf_dist_ext.checkpoints.trainable import named
 from hf_dist_ext.data.collator import CUTS
@@ -39,18 +36,16 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import meanwhile
-from hf_dist_ext.strategies.tensors import held_here, is_split, is_whole_at_times, num_parts, put, split_as
+from hf_dist_ext.strategies.tensors import held_here, is_split, is_whole_at_times, num_parts
 
-# Relative to the largest: what rounding explains at least, of a gradient and of a loss. Where the plain step rounds by
-# more, it must give the same again: the same numbers round alike, but for the order in which a GPU adds them up.
+# Relative to the largest: what rounding explains at least of a gradient. Where the plain step rounds by more, it must
+# give the same again: the same numbers round alike, but for the order in which a GPU adds them up.
 GRADIENT_ROUNDING = {torch.float64: 1e-8, torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-LOSS_ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 2e-3}
-LOSS_MOVES = {torch.float64: 1e-3, torch.float32: 3e-2, torch.float16: 5e-2, torch.bfloat16: 5e-2}  # along a direction
 TIMES = 4  # so many times what the plain step itself rounds: a group of parameters,
 TIMES_OF_ALL = 2  # and all together, where rounding of single numbers cancels
 SMALL = 1e-3  # of the whole norm: a group with less is measured by this, as nothing but rounding may be left of it
-DIRECTIONS, LINES = 2, 12
-ROWS, LABELS = "every rank has rows of its own", "the loss takes a row's own positive"
+LINES = 12
+ROWS = "every rank has rows of its own"
 PLAIN = "gradient beside the plain step"  # the line where none was compared
 LARGE = 5e13  # floating point operations, from which on a CPU takes many minutes in float64
 REFERENCES = ("auto", "float64", "float32")
@@ -180,16 +175,12 @@ class _Audit:
         if not math.isfinite(loss := self.whole_loss()):
             self.add("loss", False, note=f"it is {loss}: the update would be skipped")
             return
-        scored = self.repeated.scored[-1] if self.repeated.scored else None
-        is_right, note = row_checks.labels(scored, self.repeated.score, strategy.rows)
-        self.add(LABELS, is_right, note=note)
         if written := self.repeated.written_buffers():
             note = f"the forward writes {few(written)}, once per chunk and pass: a moving average there moves as often"
             self.add("buffers", None, note=note)
         self.check_equal_on_ranks()
         whole = self.gathered()
         self.check_what_trains(whole)
-        yield from self.check_directions(whole, loss)
         if self.why_no_plain:
             self.add(PLAIN, None, note=self.why_no_plain)
             return
@@ -232,9 +223,8 @@ class _Audit:
         allowed = None if error is None else self.trainer.step.allowed_difference
         note = "every graph is kept: nothing is encoded twice" if error is None else ""
         if self.repeated.refused:
-            _, error, allowed, note, found = self.repeated.refused
+            _, error, allowed, note = self.repeated.refused
             note += ": the second pass gives other embeddings than the first, and the run would end here"
-            note += f". Found by encoding that chunk again: {found}" if found else ""
         self.add("both passes give the same embeddings", not self.repeated.refused, error, allowed, note=note)
         words = f"drawn from {', '.join(drawn)}, and drawn again" if drawn else "none are drawn"
         self.add("random numbers", True, note=words)
@@ -264,64 +254,6 @@ class _Audit:
         return [p for p in self.trainer.bare_model.parameters() if not p.requires_grad]
 
     # ---- (3) ----
-
-    def check_directions(self, whole: Mapping[str, torch.Tensor], loss: float) -> Iterator[None]:
-        """Central differences with two steps each, whose difference tells how curved the loss is."""
-        if any(p.dtype.itemsize < 4 for p in self.parameters.values()):
-            self.add("loss along two directions", None, note="weights in half precision can not move a little")
-            return
-        if any(map(is_whole_at_times, self.parameters.values())):
-            self.add("loss along two directions", None, note="weights are whole in a layer's forward alone (ZeRO-3)")
-            return
-        dtype = self.coarsest(with_loss=True)
-        norm = math.sqrt(sum(grad.square().sum().item() for grad in whole.values()))
-        norm = collectives.told_by_first(norm)
-        if not norm:
-            return
-        before = {name: held_here(p.detach()).clone() for name, p in self.parameters.items()}
-        gradients = {name: gradient.clone() for name, gradient in self.gradients().items()}
-        for number in range(DIRECTIONS):
-            direction = {n: self._direction(number, n, p, gradients.get(n), norm) for n, p in self.parameters.items()}
-            ours = sum((whole[n] * one).sum().item() for n, one in self.gathered(direction).items())
-            ours = collectives.told_by_first(ours)
-            step, found = LOSS_MOVES[dtype] * max(abs(loss), 1e-3) / abs(ours or norm), []
-            for size in (step, step / 2):
-                losses = []
-                for signed in (size, -size):
-                    for name, parameter in self.parameters.items():
-                        held_here(parameter.detach()).add_(held_here(direction[name]), alpha=signed)
-                    yield
-                    losses.append(self.whole_loss())
-                    for name, parameter in self.parameters.items():
-                        held_here(parameter.detach()).copy_(before[name])
-                found.append((losses[0] - losses[1]) / 2 / size)
-            measured = (4 * found[1] - found[0]) / 3
-            doubt = abs(found[1] - found[0]) + TIMES * LOSS_ROUNDING[dtype] * max(abs(loss), 1e-3) / step
-            error, allowed = abs(ours - measured) / max(abs(measured), 1e-30), doubt / max(abs(measured), 1e-30)
-            is_right, is_coarse = error <= allowed, allowed > 0.5 and error <= TIMES * allowed
-            note = f"<gradient, direction> {ours:.6g}, central differences {measured:.6g}"
-            note += ", too coarse in this precision to tell" if is_coarse else ""
-            self.add(f"loss along direction {number + 1}", None if is_coarse else is_right, error, allowed, note=note)
-
-    def _direction(
-        self, number: int, name: str, parameter: nn.Parameter, gradient: torch.Tensor | None, norm: float
-    ) -> torch.Tensor:
-        """Random, but for a share of the gradient in every tensor, by another factor in each: in so many dimensions a
-        direction without any would hardly change the loss."""
-        draw = torch.Generator().manual_seed(zlib.crc32(f"{number} {name}".encode()))
-        direction = torch.empty_like(parameter.detach())
-        everything = self._num_elements
-        put(direction, torch.randn(parameter.shape, generator=draw) / math.sqrt(everything))
-        if gradient is not None:
-            share = 0.5 + torch.rand((), generator=draw).item()
-            held_here(direction).add_(held_here(split_as(parameter, gradient)), alpha=share / norm)
-        return direction
-
-    @property
-    def _num_elements(self) -> int:
-        return sum(p.numel() for p in self.parameters.values())
-
-    # ---- (4) ----
 
     def check_plain(self, whole: Mapping[str, torch.Tensor]) -> None:
         of_ranks = collectives.everyones([_as_sent(batch) for batch in self.repeated.batches or ()])
@@ -369,10 +301,9 @@ class _Audit:
         self.add("plain step", True, note="in float64 on the CPU")
         return torch.device("cpu"), nullcontext, torch.float64
 
-    def coarsest(self, with_loss: bool = False) -> torch.dtype:
+    def coarsest(self) -> torch.dtype:
         """Of what is computed in, or sent."""
         dtypes = self.trainer.step.dtypes_of(self.trainer.bare_model)
-        dtypes |= {p.dtype for p in self.trainer.loss_parameters()} if with_loss else set()
         sent = getattr(self.trainer.args, "ddp_comm_hook", None)
         dtypes |= {{"fp16": torch.float16, "bf16": torch.bfloat16}[sent]} if sent in ("fp16", "bf16") else set()
         known = [dtype for dtype in GRADIENT_ROUNDING if dtype in dtypes]

@@ -38,10 +38,8 @@ class RepeatedUpdate(TrainerCallback):
         batches: micro-batches, as the loader gave them.
         loss: of this rank, divided by accumulation.
         random: the generators before it.
-        scored: what the loss was given in each micro-batch: embeddings, facts of the rows, their layout.
-        score: gives the loss of such.
         replay_error: between both passes, of all ranks; None: none was compared.
-        refused: what the run would have been ended with: step, difference, bound, place, causes.
+        refused: what the run would have been ended with: step, difference, bound, place.
     """
 
     def __init__(self, trainer: Any, num_rows: int | None):
@@ -49,8 +47,6 @@ class RepeatedUpdate(TrainerCallback):
         self.batches: list[Any] = []
         self.loss = torch.zeros((), dtype=torch.float64)
         self.random: RandomState | None = None
-        self.scored: list[tuple[Any, ...]] = []
-        self.score = trainer.step._score
         self.refused: tuple[Any, ...] | None = None
         self._buffers_before: list[torch.Tensor] = []
 
@@ -78,7 +74,6 @@ class RepeatedUpdate(TrainerCallback):
                 (args, changed),
                 (trainer.callback_handler, {"callbacks": [self]}),
                 (trainer.health, {"end_for_replay_error": self._note_refusal}),
-                (trainer.step, {"_score": self._scoring}),
                 (trainer, {"_train_batch_size": rows, **hooks}),
             ):
                 entered.enter_context(meanwhile(owner, **values))
@@ -123,7 +118,7 @@ class RepeatedUpdate(TrainerCallback):
         self.random.restore()
         for buffer, before in zip(self._buffers().values(), self._buffers_before, strict=True):
             buffer.data.copy_(before)
-        self.loss, self.scored, self.refused, self.trainer.health.replay_error = self.loss * 0, [], None, None
+        self.loss, self.refused, self.trainer.health.replay_error = self.loss * 0, None, None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         try:
@@ -149,10 +144,6 @@ class RepeatedUpdate(TrainerCallback):
             return loss
 
         return watched
-
-    def _scoring(self, embeddings: Any, facts: Any, layout: Any, *more: Any) -> Any:
-        self.scored.append((embeddings, facts, layout))
-        return self.score(embeddings, facts, layout, *more)
 
     def _long(self, run_epoch: Callable) -> Callable:
         """The epoch of a small dataset has fewer updates than a script."""

@@ -1,15 +1,13 @@
-"""What an audit (audit.py) says of rows: which rank trains on which, and which row the loss takes for the positive."""
+"""What an audit (audit.py) says of rows: which rank trains on which."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from hf_dist_ext.audit.replay_causes import few
 from hf_dist_ext.data.mixture import Mixture
 from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.data.row_facts import split
@@ -19,7 +17,6 @@ from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.gathering import Rows
 
 Answer = tuple[bool | None, str]  # whether it is right, None: not looked at; and a note
-SHIFTS = 3  # other arrangements of positives that the loss is asked about
 
 
 def rows_of_ranks(batches: Sequence[Mapping[str, Any]], ranks: Rows) -> Answer:
@@ -50,51 +47,6 @@ def other_datasets(batches: Sequence[Mapping[str, Any]], names: Sequence[str]) -
     return f"the rows are of {few(sorted(seen))}; the rows and losses of {left} were not looked at"
 
 
-def labels(scored: tuple[Any, ...] | None, score: Callable[..., tuple[torch.Tensor, Any]], ranks: Rows) -> Answer:
-    """Every row gets a vector of its own, its anchor and its positive the same one: the loss must be lower than where
-    positives are those of other rows.
-
-    scored: the arguments of `score` in the update; None on ranks of a pipeline that score nothing.
-    """
-    if reasons := [why for why in collectives.everyones(_why_no_labels(scored)) if why]:
-        return None, reasons[0]
-    is_lower = True
-    if scored is not None:
-        embeddings, facts, layout = scored
-        made = [_vectors(embeddings, layout.counts, ranks.index, shift) for shift in range(SHIFTS + 1)]
-        right, *others = [score(vectors, facts, layout)[0].item() for vectors in made]
-        has_rows = next(iter(layout.counts.values()))[ranks.index] > 0
-        is_lower = not has_rows or right < min(others) - (max(others) - min(others))
-    wrong = [str(rank) for rank, said in enumerate(collectives.everyones(is_lower)) if not said]
-    if wrong:
-        return False, f"on rank {', '.join(wrong)} the positive of another row costs no more"
-    return True, "made-up vectors, one per row"
-
-
-def _why_no_labels(scored: tuple[Any, ...] | None) -> str:
-    if scored is None:
-        return ""
-    embeddings, facts, layout = scored
-    if facts.targets:
-        return "the loss compares with labels of the data"
-    if len(embeddings) < 2 or not all(isinstance(one, torch.Tensor) for one in embeddings.values()):
-        return "the loss does not compare one vector of an anchor with one of a positive"
-    return "one row has no other to compare with" if sum(next(iter(layout.counts.values()))) < 2 else ""
-
-
-def _vectors(
-    embeddings: Mapping[str, torch.Tensor], counts: Mapping[str, list[int]], index: int, shift: int
-) -> dict[str, torch.Tensor]:
-    """In the places of the embeddings (R, D). The second column holds the positives: those of so many rows later."""
-    made = {}
-    for place, (name, rows) in enumerate(embeddings.items()):
-        before, of_all = sum(counts[name][:index]), sum(counts[name])
-        numbers = [(before + i + shift * (place == 1)) % of_all + 10**6 * max(0, place - 1) for i in range(len(rows))]
-        vectors = [torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(n)) for n in numbers]
-        made[name] = nn.functional.normalize(torch.stack(vectors), dim=1).to(rows) if vectors else rows
-    return made
-
-
 def row_digests(batch: Mapping[str, Any]) -> list[str]:
     """One per anchor, of its own features and those of its positive."""
     if isinstance(batch, StandIn):
@@ -117,3 +69,9 @@ def _digests_of_rows(features: Mapping[str, Any]) -> list[str]:
 def digest_of(tensor: torch.Tensor) -> str:
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def few(names: Iterable[str]) -> str:
+    """Three of them at most, and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -6,6 +6,6 @@ run. `async_save.py` lets training go on meanwhile. `folder.py` looks into an ou
 and which one "auto" and a path mean; `resume.py` decides it on all ranks. `trainable.py` writes what trains, by name,
 and `loss_state.py` what the loss trains; `merge.py` makes a complete model of it. `weights.py` reads whole weights
 into the model, `sentence_model.py` writes the folder of a SentenceTransformer, `model_names.py` knows a folder's files
-by name, and `hub.py` pushes them. `host_memory.py` says how much memory is left on the host. `safe_reading.py` looks
+by name, and `hub.py` pushes them. `safe_reading.py` looks
 into files before they are read, so that nothing in them is run.
 """

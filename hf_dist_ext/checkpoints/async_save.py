@@ -6,9 +6,8 @@ before the next step. Then one thread makes the writes, hashes, commits and rota
 over a gloo group of their own, as collectives of two threads in one group would meet the wrong ones.
 
 At most one save is in flight: the next one, the end of training and a preemption wait for it. Its error is raised
-after the next step, or where it is waited for; the checkpoint is pushed there too. A save whose copy does not fit into
-the memory that is free is made at once. A run that fails otherwise waits as well, but not for other processes that may
-be gone.
+after the next step, or where it is waited for; the checkpoint is pushed there too. A run that fails otherwise waits as
+well, but not for other processes that may be gone.
 
 torch's `dcp.async_save` is a stager and a thread per call; two calls of it (weights, optimizer) would write in any
 order, so its stager is used with one thread of ours.
@@ -33,10 +32,9 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
 from hf_dist_ext import launched
-from hf_dist_ext.checkpoints import host_memory
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.failures import activity
-from hf_dist_ext.strategies import collectives, consensus
+from hf_dist_ext.strategies import collectives
 
 logger = logging.get_logger(__name__)
 
@@ -105,12 +103,6 @@ class Stager:
     def __init__(self) -> None:
         self._pinned: DefaultStager | None = None
 
-    @property
-    def kept_bytes(self) -> int:
-        """Of pinned memory that the next copy uses again."""
-        kept = {} if self._pinned is None else self._pinned._state_dict_stager._cached_storage_mapping
-        return sum(storage.nbytes() for storage in kept.values())
-
     def copied(self, state: Any) -> Any:
         if any(isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in tree_leaves(state)):
             self._pinned = self._pinned or DefaultStager(StagingOptions(True, False, False, True))
@@ -155,23 +147,7 @@ class Background:
 
     def __init__(self, timeout_seconds: float):
         self.timeout, self.saving, self.stager = timedelta(seconds=timeout_seconds), None, Stager()
-        self._group, self._has_said_sync = None, False
-
-    def fits(self, needed: int, is_sharded: bool) -> bool:
-        """Whether every machine has the memory for its copy of a checkpoint of so many bytes; the run is told once
-        where one has not. Every rank calls it."""
-        if is_sharded:  # every machine copies its part
-            needed = needed * collectives.processes_here() // collectives.world_size()
-        available = min(consensus.together(lambda: host_memory.available_bytes() + self.stager.kept_bytes))
-        if available < needed and not self._has_said_sync:
-            self._has_said_sync = True
-            if collectives.rank() == 0:
-                logger.warning(
-                    f"save_async=true would copy {needed / 2**30:.2f} GiB into the CPU's memory, of which "
-                    f"{available / 2**30:.2f} GiB are free: training waits while this checkpoint is written. Saves "
-                    "that fit are asynchronous."
-                )
-        return available >= needed
+        self._group = None
 
     def begin(self, name: str, work: Write, push: Callable[[], None]) -> None:
         """Every rank calls it, with the same `work` to do."""

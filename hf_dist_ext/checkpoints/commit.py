@@ -1,8 +1,8 @@
-"""The two ends of a save, on all ranks: is there room for a checkpoint, and is everything of it on the disk?
+"""The two ends of a save, on all ranks: an empty folder, and is everything of it on the disk?
 
-Before a checkpoint is written, rank 0 looks whether the disk has room for it. The folder is then emptied, should an
-earlier attempt have left it torn, and marked as unfinished. When all ranks have written their files, they share the
-reading, hashing and fsync of them. Rank 0 must see what every rank has written, and writes the manifest.
+The folder is emptied, should an earlier attempt have left it torn, and marked as unfinished. When all ranks have
+written their files, they share the reading, hashing and fsync of them. Rank 0 must see what every rank has written,
+and writes the manifest. A disk that runs full is told in words.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import manifest
-from hf_dist_ext.errors import RunError, UsageError, bytes_in_words
+from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.strategies import collectives, consensus
-from hf_dist_ext.strategies.tensors import num_elements
 
 logger = logging.get_logger(__name__)
 
@@ -33,31 +31,8 @@ OF_RANK = re.compile(
     r"(?:.*/)?(?:(?:rng_state|ddp_comm_hook)_(\d+)\.pth?|__(\d+)_\d+\.distcp"
     r"|(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:model|optim)_states\.pt)"
 )
-SPARE = 1.1  # of the last checkpoint's size must be free: its trainer_state grows, and logs are written too
 
 # ---- before ----
-
-
-def check_free_space(output_dir: Path, folder: Path, tensors: Iterable[torch.Tensor]) -> int:
-    """The bytes of the next checkpoint; UsageError on every rank when they can not fit: the older ones stay as they
-    are. `tensors`: what will be in it."""
-
-    def look() -> int:
-        if collectives.rank():
-            return 0
-        output_dir.mkdir(parents=True, exist_ok=True)
-        needed, free = int(SPARE * expected_bytes(output_dir, tensors)), shutil.disk_usage(output_dir).free
-        if not folder.is_symlink():  # which is emptied first
-            free += sum((folder / name).stat().st_size for name in manifest.files_in(folder))
-        if free < needed:
-            raise UsageError(
-                f"{folder.name} needs about {bytes_in_words(needed)} and the disk of {output_dir} has "
-                f"{bytes_in_words(free)} free; nothing was written. {newest(output_dir)} Free space or lower "
-                "save_total_limit."
-            )
-        return needed
-
-    return consensus.together(look)[0]
 
 
 def begin(args: Any, output_dir: Path, folder: Path) -> int:
@@ -66,15 +41,6 @@ def begin(args: Any, output_dir: Path, folder: Path) -> int:
     if args.should_save:
         manifest.begin(folder)
     return generation
-
-
-def expected_bytes(output_dir: Path, tensors: Iterable[torch.Tensor]) -> int:
-    """The size of the newest committed checkpoint; before there is one, that of weights and optimizer state."""
-    for path in reversed(manifest.checkpoints_in(output_dir)):
-        with contextlib.suppress(UsageError):
-            if content := manifest.read(path):
-                return sum(entry["size"] for entry in content["files"].values())
-    return sum(num_elements(tensor) * tensor.element_size() for tensor in tensors)
 
 
 @contextlib.contextmanager

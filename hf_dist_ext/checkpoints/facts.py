@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_dist_ext.models.adapters import adapter_scales
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.tensors import own_class
@@ -50,6 +51,7 @@ def of_model(model: nn.Module, dtype: str) -> dict[str, Any]:
         "model": own_class(bare).__name__,
         "embedder": _embedder(bare) if is_of_sentence_transformers(bare) else None,
         "dtype": dtype,
+        "adapter_scales": adapter_scales(model),
         "base_model": base_model(model),
         "base_revision": getattr(getattr(bare, "config", None), "_commit_hash", None),
     }

@@ -2,7 +2,7 @@
 
 A save goes like this:
 
-(1) is there room on the disk? Then the folder is emptied and marked as unfinished
+(1) the folder is emptied and marked as unfinished
 (2) every rank writes its files
 (3) when all ranks have, they share the reading, hashing and fsync of the files, and rank 0 writes the manifest
 (4) older complete checkpoints beyond the limit are deleted, but never the newest proved one; the checkpoint is pushed
@@ -14,18 +14,17 @@ happen while training goes on, and so does the writing of what is large in (2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import async_save, commit, manifest, resume
-from hf_dist_ext.checkpoints.loss_state import LOSS_WEIGHTS, load_loss, settings, state_of, warn_of_settings
+from hf_dist_ext.checkpoints.loss_state import LOSS_WEIGHTS, load_loss, state_of
 from hf_dist_ext.strategies import consensus
 from hf_dist_ext.strategies.base import Strategy, meanwhile
 
@@ -41,7 +40,6 @@ class Keeper:
         committed_step: of this run's last checkpoint.
         is_guarded: updates that are not finite are skipped; else every checkpoint counts as proved.
         finite_step: the last update of this start that was not skipped; -1 before.
-        evaluation_is_due: when the resumed checkpoint was written, and a signal interrupted it.
         best_checkpoint: of the run that this start continues, where it lies now.
         background: the saves that are made while training goes on.
         writer: of what is large in the save that runs.
@@ -58,8 +56,6 @@ class Keeper:
         self.writer = async_save.Writer()
         self.at_begin: list[Callable[[], None]] = []
         self._begin_run: Callable[[], Mapping[str, Any]] = manifest.new_run
-        self._loss_settings = settings(loss)
-        self._settings: Mapping[str, Any] = {}
         self._run: Mapping[str, Any] = manifest.new_run()
         self._chosen: Path | None = None
         self._asked: bool | str | None = None
@@ -70,7 +66,6 @@ class Keeper:
         with `resume_weights_only`, which continues nothing."""
         self.committed_step, self.best_checkpoint, self.resumed = None, None, {}
         self.finite_step, self._to_rotate = -1, None
-        self._loss_settings = settings(self.loss)
         self._chosen, self._asked = folder, asked = resume.choose(self.args, asked)
         self._takes_weights_only = folder is not None and resume.takes_weights_only(self.args, folder, asked)
         if folder is None or self._takes_weights_only:
@@ -79,7 +74,6 @@ class Keeper:
         resume.check_complete(self.args, folder, content, self.loss, strategy.rows, has_scaler)
         strategy.check_resumable(folder, content, self.args.world_size)
         self.best_checkpoint = resume.best_checkpoint_of(self.args, folder, content)
-        warn_of_settings(self._loss_settings, content.get("loss"))
         return str(folder)
 
     def fit(
@@ -90,14 +84,13 @@ class Keeper:
         dtype_of_base: str,
         load_adapters: Callable[[nn.Module, Path], None],
         optimizer: str,
-        settings: Mapping[str, Any],
         is_search: bool,
     ) -> bool:
         """Once the (bare) model is there: it fits what was chosen, or has its weights with `resume_weights_only`.
         Returned: whether it has these.
         `frozen_digests`: of the weights that this run's checkpoints leave out. `dtype_of_base`: what this run loaded
-        the model in. `optimizer`: the class of this run's. `settings`: what else a step computes with."""
-        folder, self._settings = self._chosen, settings
+        the model in. `optimizer`: the class of this run's."""
+        folder = self._chosen
         if folder is not None and self._takes_weights_only:
             resume.load_weights_only(model, folder, self.args.trust_checkpoint, strategy, load_adapters)
             if (folder / LOSS_WEIGHTS).is_file():
@@ -108,7 +101,7 @@ class Keeper:
             resume.check_optimizer(self.args, folder, self.resumed, optimizer)
             resume.check_base(folder, self.resumed, model, dtype_of_base, strategy.casts_to)
             resume.check_frozen(folder, frozen_digests)
-            resume.check_settings(folder, self.resumed, settings)
+            resume.check_scales(folder, self.resumed, model)
         begin, given = resume.begin_or_continue_run, (self.args, folder, self._asked, is_search)
         self._begin_run = partial(begin, *given, self._takes_weights_only)
         return self._takes_weights_only
@@ -148,32 +141,27 @@ class Keeper:
         self,
         output_dir: Path,
         state: Any,
-        strategy: Strategy,
-        tensors: Iterable[torch.Tensor],
         write: Callable[[Path], None],
         facts: Callable[[], Mapping[str, Any]],
         push: Callable[[Path], None],
     ) -> None:
-        """Every rank calls it, with what `tensors` will be in the checkpoint. `write` makes its files."""
+        """Every rank calls it. `write` makes the files of a checkpoint."""
         args, step = self.args, state.global_step
         if self.committed_step == step:
             return  # asked for twice, as when an evaluation was left: to write it again would put it at risk
         self.background.collect(wait=True)
         folder = output_dir / f"checkpoint-{step}"
         consensus.together(self.check_lease)
-        needed = commit.check_free_space(output_dir, folder, tensors)  # (1)
-        is_async = args.save_async and self.background.fits(needed, strategy.saves_shards)
         with ExitStack() as entered:
             entered.enter_context(commit.full_disk_in_words(output_dir, folder))
-            generation = consensus.together(lambda: commit.begin(args, output_dir, folder))[0]
+            generation = consensus.together(lambda: commit.begin(args, output_dir, folder))[0]  # (1)
             entered.enter_context(consensus.ends_together(f"writing {folder.name}", args.ddp_timeout))
-            self.writer = writer = async_save.Writer(self.background.stager.copied if is_async else None)
+            self.writer = writer = async_save.Writer(self.background.stager.copied if args.save_async else None)
             entered.callback(setattr, self, "writer", async_save.Writer())
             write(folder)  # (2)
         run = {name: self._run.get(name) for name in ("run_id", "parent", "began_from_weights")}
         best, limit = state.best_model_checkpoint, args.save_total_limit
         content = {**facts(), **run, "generation": generation} if args.should_save else {}
-        content |= {"loss": self._loss_settings, "settings": self._settings}
         content["best"] = resume.identity_of_best(best, folder, content)
 
         def end(group: Any = None) -> None:
@@ -187,7 +175,7 @@ class Keeper:
                 manifest.rotate(output_dir, limit, keep=[best], is_proved=not self.is_guarded)
 
         self.committed_step, self._to_rotate = step, output_dir if args.should_save and self.is_guarded else None
-        if is_async:
+        if args.save_async:
             self.background.begin(folder.name, end, partial(push, folder))
             return
         end()

@@ -12,7 +12,7 @@ import contextlib
 import copyreg
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,12 @@ from transformers.utils import logging
 from hf_dist_ext.checkpoints.folder import OF_THE_LOSS
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.adapters import adapters_of
-from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.tensors import bare_optimizer, loss_parameters
 
 logger = logging.get_logger(__name__)
 
 LOSS_WEIGHTS, LOSS_OPTIMIZER = OF_THE_LOSS
 BUDGET = "gradient_cache.json"
-NO_SETTINGS = (  # change no result
-    "training", "tile_halvings", "cross_device_exchange", "chunks", "uses_gradient_cache", "mini_batch_size",
-    "mini_batch_num_tokens", "score_mini_batch_size", "show_progress_bar",
-)  # fmt: skip
-OTHER_MODELS = ("guide", "model", "stand_in")  # inside of losses of sentence-transformers
 SECRETS = ("hub_token", "push_to_hub_token")
 
 # ---- the loss ----
@@ -66,43 +60,6 @@ def check_optimizer(loss: Any, optimizer: Any, schedule: Any) -> None:
             f'{why}. Give them a group of their own: AdamW([{{"params": model.parameters()}}, '
             '{"params": loss.parameters()}]).'
         )
-
-
-def settings(loss: Any, prefix: str = "") -> dict[str, Any]:
-    """What a loss computes, for a manifest: its class, the classes of the losses inside of it, and their plain
-    attributes, but for those that change no result. Asked for before a run: a loss may count its calls."""
-    found = {f"{prefix}loss": getattr(loss, "__name__", type(loss).__name__)}
-    for name, value in getattr(loss, "__dict__", {}).items():
-        if not (name.startswith("_") or name in NO_SETTINGS or name.endswith("per_tile")) and _is_plain(value):
-            found[prefix + name] = value
-    for name, part in loss.named_children() if isinstance(loss, nn.Module) else ():
-        if name not in OTHER_MODELS:
-            found |= settings(part, f"{prefix}{name}.")
-    return json.loads(json.dumps(found))
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) for key in value) and all(map(_is_plain, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def warn_of_settings(now: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
-    """Where a checkpoint was trained with another loss: `settings` now, and those of its manifest."""
-    changed = [name for name in {**(saved or {}), **now} if saved and saved.get(name) != now.get(name)]
-    starts = [name for name in changed if name.endswith("start_temperature")]
-    changed = [name for name in changed if name not in starts]
-    given = [f"{now[name]} (it was {saved[name]})" for name in starts if saved and saved.get(name) and now.get(name)]
-    if given and collectives.rank() == 0:
-        logger.warning(
-            f"the trained temperature goes on, the start temperature given is not used: {', '.join(given)}."
-        )
-    if changed and collectives.rank() == 0:
-        fields = {name: name.replace("fixed_temperature", "temperature") for name in changed}  # as a run file says it
-        words = ", ".join(f"{field} {saved.get(name)} -> {now.get(name)}" for name, field in fields.items())
-        logger.warning(f"the checkpoint was trained with another loss, from here the one given holds: {words}.")
 
 
 def add_loss_group(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:

@@ -7,7 +7,7 @@ and the rest lies in a folder or on the hub. Where `load` or one for the optimiz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -179,12 +179,6 @@ class ModelFiles:
         return None if self.frozen_digests is None else trainable.fingerprint(self.frozen_digests)
 
     # ---- a checkpoint ----
-
-    def tensors(self, optimizer: Any) -> Iterator[torch.Tensor]:
-        """What a checkpoint will hold."""
-        for values in (getattr(optimizer, "state", None) or {}).values():
-            yield from (value for value in values.values() if hasattr(value, "element_size"))
-        yield from (p for p in self.run.model.parameters() if not self.is_part or p.requires_grad)
 
     def save_for_resume(self, folder: Path, save: Save, writer: Writer) -> bool:
         if self.has_adapters:

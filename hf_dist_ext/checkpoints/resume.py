@@ -26,7 +26,7 @@ from hf_dist_ext.checkpoints import manifest, safe_reading, trainable, weights
 from hf_dist_ext.checkpoints.folder import another, checkpoint_to_resume, missing_from_checkpoint
 from hf_dist_ext.checkpoints.loss_state import LOSS_OPTIMIZER, LOSS_WEIGHTS, state_of
 from hf_dist_ext.errors import RunError, UsageError
-from hf_dist_ext.models.adapters import adapters_of
+from hf_dist_ext.models.adapters import adapter_scales, adapters_of
 from hf_dist_ext.strategies import collectives, consensus
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.gathering import Rows
@@ -34,8 +34,6 @@ from hf_dist_ext.strategies.tensors import loss_parameters
 
 logger = logging.get_logger(__name__)
 
-OF_A_SCALE = ("lora_alpha", "use_rslora", "alpha_pattern")  # what peft multiplies the trained adapters with
-SHORT = 80  # letters of a value that a warning shows
 OF_A_METRIC = {"reduce_lr_on_plateau", "greedy"}  # schedules with a state of their own; all others share one form
 
 # ---- which one ----
@@ -263,24 +261,16 @@ def check_optimizer(args: Any, folder: Path, content: Mapping[str, Any], optimiz
         )
 
 
-def check_settings(folder: Path, content: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """`settings` are those of this run. UsageError where trained adapters would count another number of times; what
-    else a step computes otherwise is said."""
-    saved = content.get("settings", {})  # a newer transformers may know more fields, or fewer
-    changed = {name: (saved[name], now) for name, now in settings.items() if saved.get(name, now) != now}
-    for name, (before, now) in changed.items():
-        if name.rpartition(".")[2] in OF_A_SCALE:
+def check_scales(folder: Path, content: Mapping[str, Any], model: Any) -> None:
+    """UsageError where trained adapters would be multiplied by another number than in the checkpoint."""
+    saved = content.get("adapter_scales", {})
+    for adapter, now in adapter_scales(model).items():
+        if (before := saved.get(adapter, now)) != now:
             raise UsageError(
-                f"{folder}: its adapters were trained with {name}={before}, and this run has {name}={now}, which "
-                f"multiplies them by another number. Give {name} as it was, or resume_weights_only=true and the path "
-                "of the checkpoint to start anew from them."
+                f"{folder}: its adapters were trained with {before}, and this run has {now}, which multiplies them by "
+                "another number. Give what it was, or resume_weights_only=true and the path of the checkpoint to "
+                "start anew from them."
             )
-    words = [f"{name} {before} -> {now}" for name, (before, now) in changed.items()]
-    words = [one if len(one) <= SHORT + len(name) else name for one, name in zip(words, changed, strict=True)]
-    if words and collectives.rank() == 0:
-        logger.warning(
-            f"the checkpoint was trained with other settings, from here those given hold: {', '.join(words)}."
-        )
 
 
 def best_checkpoint_of(args: Any, folder: Path, content: Mapping[str, Any]) -> str | None:

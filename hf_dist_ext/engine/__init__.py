@@ -7,11 +7,9 @@ order; `columns.py`, `rows.py` and `images.py` say which axis of a feature is th
 `tiled_infonce.py` hold the loss and its gradient, `sigmoid_loss.py` and `late_interaction.py` (over `real_tokens.py`)
 other losses; `false_negatives.py` says which pairs they leave out. `manual_gradient.py` hands gradients that others
 have computed to autograd, and frees those losses' graphs tile by tile. `combined_losses.py` adds several losses up.
-`ring.py` computes the first two where candidates go round the processes, `ring_scores.py` has their formulas there.
-`outputs.py` handles several tensors per row where a vector is not all, and puts the outputs of chunks together while
-later ones are encoded. `packing.py` lays rows end to end without padding. `replay.py` notes random states for the
-second forward of a chunk, compares what both give, and says what a run is told where that differs. `budget.py` finds
-how large a chunk may be, from what `peak.py` measures.
+`outputs.py` handles several tensors per row where a vector is not all. `packing.py` lays rows end to end without
+padding. `replay.py` notes random states for the second forward of a chunk, compares what both give, and says what a
+run is told where that differs. `budget.py` finds how large a chunk may be, from what an accelerator allocates.
 """
 
 from typing import TYPE_CHECKING

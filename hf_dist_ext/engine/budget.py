@@ -13,14 +13,14 @@
 (5) longer rows than any measured get fewer tokens, as if bytes per token grew with the width (as attention's do), and
     are measured in their turn
 
-The gradient is the full batch's for every chunk size, so a step that measures trains like any other. On a CPU the
-budget is a number of bytes that the user gives, and the peak is that of tensors saved for backward.
+The gradient is the full batch's for every chunk size, so a step that measures trains like any other. On a CPU torch
+counts no memory: chunks have a fixed size there (training/sizes.py).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 
@@ -28,7 +28,6 @@ import torch
 
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import KEEP, SCORE, Phase
-from hf_dist_ext.engine.peak import Peak, free_bytes, peak_bytes
 from hf_dist_ext.engine.tables import ChunkLimits
 
 logger = logging.getLogger(__name__)
@@ -43,6 +42,42 @@ LEAST_BESIDE_LOSS = 0.25  # of what the intercept leaves, for graphs to be kept
 CAN_DIFFER = 0.75  # two sizes: the smaller has at most this share of the larger one's tokens
 ALIKE = 0.9  # of the width
 LASTING = 1 / 64  # of a peak: a chunk that leaves more than that behind has made gradients, and its own peak is hidden
+
+
+def free_bytes(device: torch.device) -> int:
+    """What torch may still allocate: free on the device, and reserved by torch but not in use."""
+    module = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    return free + module.memory_reserved(device) - module.memory_allocated(device)
+
+
+class Peak:
+    """Bytes that are allocated on an accelerator since a beginning: `peak()` the most since the last `restart()`,
+    `now()` at this moment."""
+
+    def __init__(self, device: torch.device):
+        self._module, self._device = torch.get_device_module(device), device
+        self._module.empty_cache()  # of other parts of a run, whose pieces are none of this one's
+        self._module.reset_peak_memory_stats(device)
+        self._start = self._highest = self._module.memory_allocated(device)
+
+    def __call__(self) -> int:
+        return self._module.max_memory_allocated(self._device) - self._start
+
+    def now(self) -> int:
+        return self._module.memory_allocated(self._device) - self._start
+
+    def restart(self) -> int:
+        """Gives `now()`."""
+        self._highest = max(self._highest, self._module.max_memory_allocated(self._device))
+        self._module.reset_peak_memory_stats(self._device)
+        return self.now()
+
+    def wasted(self) -> int:
+        """Bytes that the allocator has reserved since the beginning beyond the most that was held at once: pieces
+        between tensors, into which no other one fitted."""
+        most = max(self._highest, self._module.max_memory_allocated(self._device))
+        return max(0, self._module.memory_reserved(self._device) - most)
 
 
 @dataclass
@@ -86,29 +121,24 @@ class ChunkBudget:
     """Finds the tokens per chunk, and how many graphs may be kept, during the first steps.
 
     Args:
-        device: where the model runs.
-        budget_bytes: memory that a step may take; None asks an accelerator what is free. A CPU needs a number.
-        weights: tensors that a forward saves but does not make, asked for when a step is measured: wrapping a model
-            replaces its parameters.
+        device: an accelerator, where the model runs.
+        budget_bytes: memory that a step may take; None: what is free.
         finds_size: False where the chunk limits are given and only the number of kept graphs is looked for.
         keeps_graphs: decide how many graphs are kept.
+        has_graphs: False where no chunk has one (a frozen backbone), so that forwards are measured.
     """
 
     def __init__(
         self,
         device: torch.device,
         budget_bytes: int | None,
-        weights: Callable[[], Iterable[torch.Tensor]] = tuple,
         finds_size: bool = True,
         keeps_graphs: bool = False,
+        has_graphs: bool = True,
     ):
-        assert budget_bytes is not None or device.type != "cpu"
-        self.device, self.budget_bytes, self.weights = device, budget_bytes, weights
-        self.finds_size, self.keeps_graphs = finds_size, keeps_graphs
+        self.device, self.budget_bytes = device, budget_bytes
+        self.finds_size, self.keeps_graphs, self.has_graphs = finds_size, keeps_graphs, has_graphs
         self.measured = Measured()
-        # Set where no chunk has a graph (a frozen backbone): bytes per token of a forward, for a CPU, whose memory is
-        # known by what graphs save; an accelerator is measured.
-        self.forward_bytes: float | None = None
         self.num_measured_steps = 0
         self.proposed = 0
         self._points: list[list[_Point]] = []  # of the last two steps
@@ -208,9 +238,9 @@ class ChunkBudget:
     def measured_step(self) -> Iterator[None]:
         """Around a step that is run with `phase`."""
         self._new_points, self._alive, self._largest_now = [], None, 0
-        with peak_bytes(self.device, self.weights()) as self._peak:
-            yield
-            self._wasted = self._peak.wasted()
+        self._peak = Peak(self.device)
+        yield
+        self._wasted = self._peak.wasted()
         self._points, self._largest = [*self._points[-1:], self._new_points], self._largest_now
         self.num_measured_steps += 1
         self.measured.width = max(self.measured.width, self._longest)
@@ -220,13 +250,12 @@ class ChunkBudget:
     def phase(self, phase: Phase) -> Iterator[None]:
         """Around every part of a step that is measured: the peak from a graph's forward to its backward (of a forward
         where no chunk has a graph), and that of the loss."""
-        is_forward = self.forward_bytes is not None
         if phase.kind == SCORE:
             self._peak.restart()
             yield
             self.reserve(self._peak())
             return
-        if phase.has_graph == is_forward:
+        if phase.has_graph != self.has_graphs:
             yield
             return
         alive = self._alive = self._alive or _AliveGraphs(self._peak.restart())
@@ -236,15 +265,13 @@ class ChunkBudget:
             self._largest_now = max(self._largest_now, tokens)
         yield
         if phase.kind != KEEP:
-            self._add_point(alive, is_forward)
+            self._add_point(alive)
 
-    def _add_point(self, graphs: _AliveGraphs, is_forward: bool) -> None:
+    def _add_point(self, graphs: _AliveGraphs) -> None:
         self._alive = None
         if not graphs.tokens:  # a backward of graphs that were counted with an earlier one
             return
         peak, lasting = self._peak(), self._peak.now() - graphs.held_before
-        if is_forward and self.forward_bytes is not None and self.device.type == "cpu":
-            peak = int(graphs.tokens * self.forward_bytes)
         self._new_points.append(_Point(graphs.tokens, graphs.width, peak, lasting))
         self.measured.graphs_at_once = max(self.measured.graphs_at_once, graphs.number)
 
@@ -290,4 +317,4 @@ def widened(batch: ChunkedBatch, factor: int) -> ChunkedBatch:
 
 
 def _name(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+    return torch.get_device_module(device).get_device_name(device)

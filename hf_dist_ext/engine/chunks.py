@@ -3,8 +3,7 @@
 (1) engine/layout.py has laid the rows of a batch into tables, one per tower, sorted so that alike rows are neighbours
 (2) a table is packed by rows, tokens and image patches (engine/tables.py); ranks may ask for more chunks than that
 (3) a chunk is a slice of a table's rows, trimmed to its own longest one, with the images they own; its features are
-    gathered from the collator's tensors when it runs (engine/rows.py). For what is compiled or recorded per shape,
-    chunks have few shapes: widths are of few numbers, and rows too, where the last one is repeated for what is missing
+    gathered from the collator's tensors when it runs (engine/rows.py)
 (4) what the model returns for the chunks is put back into columns, and gradients are taken apart the same way
 
 What takes time with the number of rows is done once per batch, in numpy, and may be done where the batch is made:
@@ -37,14 +36,13 @@ from hf_dist_ext.errors import UsageError
 class Chunk:
     """Rows start..stop of a table (`source`) that go through the model together.
 
-    `column` is handed to models with one tower per column, else None. An idle chunk repeats a row of the table so
-    that a rank without rows left takes part in a collective forward; its embeddings are dropped and its gradient is 0.
+    `column` is handed to models with one tower per column, else None. An idle chunk repeats a row of the table so that
+    a rank without rows left takes part in a collective forward; its embeddings are dropped and its gradient is 0.
     `has_vision`: vision layers run. `width`: tokens of the longest row, padding included where there is any; 0 without
-    a token axis. `num_tokens`: of all rows, as they are computed; rows without a token axis. `num_computed`: rows
-    that the model computes, those beyond `num_rows` to be dropped. `columns`: whose rows these are. `is_full`: whether
-    none of its texts is padded; None: not known, or rows end to end. `window`: its token columns. `places`: where its
-    rows stand in the order of all chunks. `features` is what the model takes; it is gathered anew at every
-    access, so that tokens and pixels exist twice for the running chunk only.
+    a token axis. `num_tokens`: of all rows, as they are computed; rows without a token axis. `columns`: whose rows
+    these are. `is_full`: whether none of its texts is padded; None: not known, or rows end to end. `window`: its token
+    columns. `places`: where its rows stand in the order of all chunks. `features` is what the model takes; it is
+    gathered anew at every access, so that tokens and pixels exist twice for the running chunk only.
     """
 
     gather: Callable[[], dict[str, Any]]
@@ -56,16 +54,11 @@ class Chunk:
     stop: int
     is_idle: bool = False
     has_vision: bool = False
-    num_repeated: int = 0  # times the last row stands behind all others
     columns: Sequence[str] = ()
     is_full: bool | None = None
     source: int = 0  # the table that its rows are of: another one where an idle chunk's own has none
     window: tuple[int, int] = (0, 0)
     places: Sequence[Places] = ()
-
-    @property
-    def num_computed(self) -> int:
-        return self.num_rows + self.num_repeated
 
     @property
     def features(self) -> dict[str, Any]:
@@ -115,16 +108,6 @@ class ChunkedBatch:
         columns = [column for t in self.tables for column in zip(t.places, t.columns, t.row_counts, strict=True)]
         return {name: rows for _, name, rows in sorted(columns)}
 
-    def lengths(self, column: str) -> np.ndarray | None:
-        """(rows,) the real tokens of the column's rows in the batch's order; None where they are not known."""
-        (table,) = [table for table in self.tables if column in table.columns]
-        if not table.has_lengths:
-            return None
-        of_rows = np.empty(table.num_rows, dtype=np.int64)
-        of_rows[table.order] = table.extents[:, 1] - table.extents[:, 0]
-        begin = sum(table.row_counts[: table.columns.index(column)])
-        return of_rows[begin : begin + table.row_counts[table.columns.index(column)]]
-
     def num_chunks(self, by_vision: bool = False) -> list[int]:
         """How many chunks there are. by_vision: without and with images per table, always two numbers per column (0
         where there is no table), for ranks that must run vision layers in the same chunks."""
@@ -173,7 +156,7 @@ class ChunkedBatch:
         if isinstance(values, PackedTokens):
             return values.gather(cut.places)
         order, multiple = self.orders[cut.source], self.limits.width_multiple
-        return table.gather(values, order, cut.places, cut.window, multiple, cut.has_vision, cut.num_repeated)
+        return table.gather(values, order, cut.places, cut.window, multiple, cut.has_vision)
 
     @cached_property
     def _values(self) -> list[dict[str, list] | PackedTokens]:
@@ -222,7 +205,6 @@ class ChunkedBatch:
                 stop,
                 is_idle,
                 has_vision,
-                num_repeated=table.num_repeated(start, stop, limits),
                 columns=[table.columns[column] for column, *_ in places],
                 is_full=None if packed else table.is_full(start, stop, width),
                 source=source,
@@ -245,16 +227,12 @@ class ChunkedBatch:
     def to_columns(self, outputs: Sequence[torch.Tensor], chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
         """Chunk outputs (b, D) -> column -> (rows, D); columns and rows in the order of the batch."""
         columns: dict[str, torch.Tensor] = {}
-        for index in range(len(self.tables)):
+        for index, table in enumerate(self.tables):
             own = [o for o, c in zip(outputs, chunks, strict=True) if c.table == index and not c.is_idle]
-            columns |= self.table_columns(index, [outputs[0][:0], *own])
+            ordered = torch.cat([outputs[0][:0], *own])  # (R, D) as chunks hold them; R may be 0
+            rows = torch.empty_like(ordered).index_copy_(0, self.orders[index].order.long(), ordered)
+            columns |= zip(table.columns, rows.split(table.row_counts), strict=True)
         return {name: columns[name] for name in self.row_counts()}  # tables hold them by kind
-
-    def table_columns(self, index: int, outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same of one table's chunks, idle ones left out."""
-        table, ordered = self.tables[index], torch.cat(list(outputs))  # (R, D) as chunks hold them; R may be 0
-        rows = torch.empty_like(ordered).index_copy_(0, self.orders[index].order.long(), ordered)
-        return dict(zip(table.columns, rows.split(table.row_counts), strict=True))
 
     def to_chunks(self, columns: Mapping[str, torch.Tensor], chunks: Sequence[Chunk]) -> list[torch.Tensor]:
         """Column -> (rows, D) -> one (b, D) per chunk; zeros for an idle chunk. The inverse of `to_columns`."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hf_dist_ext.engine import images
-from hf_dist_ext.engine.families import free_width, most_positions
+from hf_dist_ext.engine.families import free_width
 from hf_dist_ext.engine.flat import FlatRows
 from hf_dist_ext.engine.images import UnitLayout
 from hf_dist_ext.errors import UsageError
@@ -26,8 +26,7 @@ from hf_dist_ext.errors import UsageError
 EXPANSION = "query_expansion_positions"
 # Axis 1 of these is the token axis; they are trimmed together. Everything else is cut along its rows only.
 TOKEN_AXIS_KEYS = frozenset(
-    "input_ids attention_mask token_type_ids mm_token_type_ids position_ids inputs_embeds labels "
-    f"cross_attention_mask {EXPANSION}".split()
+    f"input_ids attention_mask token_type_ids mm_token_type_ids position_ids inputs_embeds labels {EXPANSION}".split()
 )
 
 
@@ -55,7 +54,6 @@ class Column:
     patches: list[tuple[int, int]]  # per row: entries, patches in the longest
     counts_positions_from_mask: bool
     free_width: int | None  # of the model (engine/families.py)
-    most_tokens: int | None  # the model's positions
     keeps_width: bool = False  # a feature that nobody here knows is as wide as the tokens, and may be of them
 
     @property
@@ -121,7 +119,6 @@ def _read_column(
         patches=[(0, 1)] * num_rows,
         counts_positions_from_mask=False,
         free_width=free_width(config),
-        most_tokens=most_positions(config),
     )
     vision = None
     if images.has_images(features):

@@ -29,12 +29,7 @@ _ASKED: dict[str, tuple[Callable[[list[Any]], Any], Any]] = {
     "symmetric": (any, False),
     "in_batch_negatives": (any, True),
     "cross_device_negatives": (any, True),
-    "bf16_products": (all, False),
     "num_columns": (lambda numbers: None if None in numbers else max(numbers), None),  # None: all there are
-    "cross_device_exchange": (
-        lambda found: next(name for name in ("gather", "auto", "ring") if name in found),
-        "gather",
-    ),
 }
 
 
@@ -55,16 +50,6 @@ class _Losses(nn.Module):
             return super().__getattr__(name)
         fold, default = _ASKED[name]
         return fold([getattr(loss, name, default) for loss in self._all])
-
-    @property
-    def tile_halvings(self) -> int:
-        return max(getattr(loss, "tile_halvings", 0) for loss in self._all)
-
-    @tile_halvings.setter
-    def tile_halvings(self, halvings: int) -> None:
-        for loss in self._all:
-            if hasattr(loss, "tile_halvings"):
-                loss.tile_halvings = halvings
 
 
 class SumOfLosses(_Losses):
@@ -174,14 +159,14 @@ def _own_part(
     """Of what is said of all rows that of own ones. Keys that are no column say one thing per anchor."""
     if values is None:
         return None
-    anchor, ring, found = next(iter(own)), getattr(everyone, "ring", None), {}
+    anchor, starts, found = next(iter(own)), getattr(everyone, "starts", None), {}
     num_rows = {name: len(tensors_of(output)[0]) for name, output in own.items()}
     for name, of_all in values.items():
         column = name if name in own else anchor
-        if ring is None:  # every anchor has as many
+        if starts is None:  # every anchor has as many
             start = row_offset * num_rows[column] // num_rows[anchor]
         else:
-            start = sum(ring.counts[column][: ring.rank])
+            start = starts[column]
         found[name] = of_all[min(start, len(of_all) - num_rows[column]) :][: num_rows[column]]
     return found
 

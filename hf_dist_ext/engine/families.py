@@ -14,11 +14,11 @@ READ_PADDING = frozenset({"convbert", "fnet", "nystromformer", "yoso"})
 # Rotary embeddings whose table is that of the longest row, once it is longer than the model was first trained for.
 ROPE_OF_LONGEST_ROW = frozenset({"dynamic", "longrope"})
 # Positions are counted over real tokens, from mm_token_type_ids, as soon as a grid is passed.
-MROPE_MODEL_TYPES = frozenset(
-    "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm4v_moe glm46v".split()
-)
+MROPE_MODEL_TYPES = frozenset("qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe".split())
 # Pixels are (rows, tiles of the fullest row, ...); elsewhere the entries of all rows stand end to end.
-PADDED_MODEL_TYPES = frozenset({"idefics2", "idefics3", "smolvlm", "modernvbert"})
+PADDED_MODEL_TYPES = frozenset({"idefics2", "idefics3", "smolvlm"})
+# Whose entries stand end to end in a form of their own: tiles of an image in one entry, videos.
+FLAT_MODEL_TYPES = frozenset({"llava", "llava_next", "llava_onevision", "paligemma"})
 
 
 def reads_fixed_width(config: Any) -> bool:
@@ -31,7 +31,7 @@ def free_width(config: Any) -> int | None:
     or chunk. None: any width."""
     if reads_fixed_width(config) or getattr(config, "model_type", None) in READ_PADDING:
         return 0
-    text = _text_of(config)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
     most = getattr(text, "max_position_embeddings", 0)
@@ -43,15 +43,6 @@ def free_width(config: Any) -> int | None:
 
 def _follows_longest_row(rope: dict[str, Any]) -> bool:
     return rope.get("rope_type") in ROPE_OF_LONGEST_ROW
-
-
-def _text_of(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def most_positions(config: Any) -> int | None:
-    """Tokens of the longest row that the model can read. None: any, or the config does not tell."""
-    return getattr(_text_of(config), "max_position_embeddings", None)
 
 
 def patch_size(config: Any) -> tuple[int, int] | None:

@@ -37,14 +37,13 @@ import torch
 
 from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
 from hf_dist_ext.engine.outputs import (
-    Assembly,
-    OnColumn,
     Output,
     detached,
     gradients_of,
     inner_product,
     leaves_of,
     to_chunks,
+    to_columns,
 )
 from hf_dist_ext.engine.replay import Comparison, RandomState, ReplayError, replayed
 from hf_dist_ext.errors import UsageError
@@ -108,8 +107,6 @@ def cached_step(
     wide: ChunkedBatch | None = None,
     is_frozen: Callable[[Chunk], bool] = lambda chunk: False,
     make_passes: Callable[..., Passes] | None = None,
-    on_column: OnColumn | None = None,
-    by_table: bool = False,
     before_last: Callable[[torch.Tensor, ReplayError, bool], torch.Tensor] | None = None,
 ) -> CachedStep:
     """One forward and backward over a batch; gradients are added to the parameters' `.grad`.
@@ -134,9 +131,6 @@ def cached_step(
             forward turns out to draw random numbers, (1) is run again in the chunks that (3) can replay.
         is_frozen: chunks whose rows train nothing (their column's tower is frozen): encoded once, and not in (3).
         make_passes: another way through the model than `Passes`, with its arguments: through stages of a pipeline.
-        on_column: told the name and the rows (R, D), detached, of each column once, as soon as they are known: the
-            place to send them while others are encoded. `score` gets these very rows.
-        by_table: (1) encodes all chunks of a table before those of another, so that its columns are known early.
         before_last: what the last backward is of, from its scalar, how far embeddings of (3) are from those of (1),
             and whether (1) drew random numbers; not called where nothing was encoded twice.
 
@@ -144,12 +138,11 @@ def cached_step(
         UsageError: nothing that was encoded requires a gradient.
     """
     chunks = batch.chunks()
-    kinds = [batch.tables[chunk.table].kind for chunk in chunks]
-    order = _order(chunks, kinds, is_frozen, keep_graph, backward_together, last_reaches_all, by_table)
+    order = _order(chunks, is_frozen, keep_graph, backward_together, last_reaches_all)
     passes = (make_passes or Passes)(batch, chunks, order, encode, backward, phase)
     passes.before_last = before_last
 
-    passes.embed(wide, on_column)  # (1)
+    passes.embed(wide)  # (1)
     with phase(Phase(SCORE)):  # (2)
         scored = passes.score(passes.embeddings, score, [p for p in loss_parameters if p.requires_grad])
     replay_error = passes.replay(scored)  # (3)
@@ -158,17 +151,13 @@ def cached_step(
     return CachedStep(scored.loss, scored.metrics, *counts, bool(passes.drawn), replay_error)
 
 
-def encode_without_graph(
-    batch: ChunkedBatch, encode: Encode, phase: PhaseContext, on_column: OnColumn | None = None
-) -> Embeddings:
+def encode_without_graph(batch: ChunkedBatch, encode: Encode, phase: PhaseContext) -> Embeddings:
     """Column -> (rows, D) in the batch's order: pass 1 alone, for rows whose features train nothing."""
-    chunks = batch.chunks()
-    columns = Assembly(batch, chunks, on_column)
-    for i, chunk in enumerate(chunks):
+    chunks, outputs = batch.chunks(), []
+    for chunk in chunks:
         with phase(Phase(ENCODE, chunk)), torch.no_grad():
-            output = encode(chunk)
-        columns.add(i, output)
-    return columns.whole()
+            outputs.append(encode(chunk))
+    return to_columns(batch, outputs, chunks)
 
 
 @dataclass
@@ -228,22 +217,15 @@ class Passes:
         self._comparison: Comparison | None = None
         self._has_trained = False
 
-    def embed(self, wide: ChunkedBatch | None, on_column: OnColumn | None) -> None:
+    def embed(self, wide: ChunkedBatch | None) -> None:
         chunks, kept, start = self.chunks, self.order.kept, RandomState()
-        told: dict[str, torch.Tensor] = {}
         if wide is not None and not kept:
-
-            def tell(name: str, rows: torch.Tensor) -> None:
-                if on_column is not None and start.is_now():  # else these are not the rows that (3) will replay
-                    told[name] = rows
-                    on_column(name, rows)
-
-            self.embeddings = encode_without_graph(wide, self.encode, self.phase, tell)
+            self.embeddings = encode_without_graph(wide, self.encode, self.phase)
             self.num_forwards = len(wide.chunks())
             if start.is_now():
                 return
             start.restore()
-        columns = Assembly(self.batch, chunks, on_column, known=told)
+        outputs: dict[int, Output] = {}
         for i in self.order.encoded:
             is_kept = i in kept
             if not is_kept:
@@ -254,10 +236,10 @@ class Passes:
                 output = self.encode(chunks[i])
             if is_kept:
                 self._outputs[i] = output
-            columns.add(i, detached(output))
+            outputs[i] = detached(output)
         self.num_forwards += len(chunks)
         self.drawn = start.drawn_since()
-        self.embeddings = columns.whole()
+        self.embeddings = to_columns(self.batch, [outputs[i] for i in range(len(chunks))], chunks)
 
     def replay(self, scored: Scored) -> ReplayError | None:
         """Backward of <embedding, its cached gradient> for every chunk; the loss's terms are added to the last one."""
@@ -340,27 +322,21 @@ class _Order:
 
 def _order(
     chunks: Sequence[Chunk],
-    kinds: Sequence[int],
     is_frozen: Callable[[Chunk], bool],
     keep_graph: int,
     backward_together: bool,
     last_reaches_all: bool,
-    by_table: bool,
 ) -> _Order:
     """Frozen chunks come first in (1): none may run between the forward that completes the step and its backward. Then
-    come the others, and last those that complete it, or (`by_table`) all of one table after all of another. Kept
-    graphs come first in (3), as they hold memory, then replays, and last one chunk of every tower. Where one backward
-    is that of all chunks, it completes the step whichever chunk is the last.
-
-    kinds: of the rows of every chunk (engine/chunks.py, Table).
-    """
+    come the others, and last those that complete it. Kept graphs come first in (3), as they hold memory, then replays,
+    and last one chunk of every tower."""
     frozen = [i for i, chunk in enumerate(chunks) if is_frozen(chunk)]
     trained = sorted({*range(len(chunks))} - {*frozen})
     if not trained:
         refuse_nothing_trains()
-    final = _final_chunks(chunks, kinds, trained)[0 if last_reaches_all else -1 :]
+    final = _final_chunks(chunks, trained)[0 if last_reaches_all else -1 :]
     others = [i for i in trained if i not in final]
-    order = trained if by_table else [*others, *final]
+    order = [*others, *final]
     encoded, last = [*frozen, *order], final[-1]
     if keep_graph >= len(trained) or len(trained) == 1:
         groups = [order] if backward_together else [*([i] for i in trained if i != last), [last]]
@@ -370,16 +346,16 @@ def _order(
     return _Order(encoded, set(kept), [*early, *([i] for i in replayed), final])
 
 
-def _final_chunks(chunks: Sequence[Chunk], kinds: Sequence[int], trained: Sequence[int]) -> list[int]:
-    """One full-size chunk of every kind, with images where there are any: replayed last and back-propagated together,
+def _final_chunks(chunks: Sequence[Chunk], trained: Sequence[int]) -> list[int]:
+    """One full-size chunk of every table, with images where there are any: replayed last and back-propagated together,
     so that the backward which reduces reaches the parameters of every tower and is long enough to hide the reduction.
 
     Rows are sorted, the longest first: a table's first chunk is replayed early, since what does not fit shall fail
     before anything is reduced, and its last one may be small. So it is the second, and the first of two.
     """
     final = []
-    for kind in sorted({kinds[i] for i in trained}):
-        own = [i for i in trained if kinds[i] == kind]
+    for table in sorted({chunks[i].table for i in trained}):
+        own = [i for i in trained if chunks[i].table == table]
         own = [i for i in own if chunks[i].has_vision] or own
         final.append(own[1] if len(own) > 2 else own[0])
     return final

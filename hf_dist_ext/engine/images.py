@@ -22,12 +22,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
-from hf_dist_ext.engine.families import MROPE_MODEL_TYPES, PADDED_MODEL_TYPES, patch_grid, patch_size
+from hf_dist_ext.engine.families import (
+    FLAT_MODEL_TYPES,
+    MROPE_MODEL_TYPES,
+    PADDED_MODEL_TYPES,
+    patch_grid,
+    patch_size,
+)
 from hf_dist_ext.errors import UsageError
 
 # What collators call the number of images (tiles where a model cuts images up) and videos of a row.
@@ -40,10 +46,10 @@ PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
 # One entry per image (or tile), and one per video, unless the family says that axis 0 holds rows.
 ENTRY_KEYS = {
-    "image": ("pixel_values", "pixel_attention_mask", "image_sizes", "spatial_shapes", "image_position_ids"),
+    "image": ("pixel_values", "pixel_attention_mask", "image_sizes", "spatial_shapes"),
     "video": ("pixel_values_videos", "image_sizes_videos", "second_per_grid_ts"),
 }
-ROW_KEYS = ("aspect_ratio_ids", "aspect_ratio_mask", "batch_num_images")  # Mllama, LLaVA-OneVision
+ROW_KEYS = ("batch_num_images",)  # LLaVA-OneVision
 
 
 @dataclass(frozen=True)
@@ -101,11 +107,9 @@ def describe(
     reader = _Reader(column, features, num_rows, config, host)
     if not has_text:
         return reader.image_tower()
+    reader.check_family()
     reader.check_token_types()
-    model_type = getattr(config, "model_type", None)
-    if model_type == "mllama":
-        return reader.always_on()
-    if "pixel_values" in features and model_type in PADDED_MODEL_TYPES:
+    if "pixel_values" in features and getattr(config, "model_type", None) in PADDED_MODEL_TYPES:
         return reader.padded_rows()
     return reader.flat()
 
@@ -126,6 +130,19 @@ class _Reader:
 
     def error(self, message: str) -> UsageError:
         return UsageError(f"column {self.column!r}: {message}")
+
+    def check_family(self) -> None:
+        """Of a family that is not known here, whole pictures alone can be told apart."""
+        model_type, pixels = getattr(self.config, "model_type", None), self.features.get("pixel_values")
+        has_whole_pictures = pixels is not None and pixels.dim() == 4 and PIXELS["video"] not in self.features
+        known = MROPE_MODEL_TYPES | PADDED_MODEL_TYPES | FLAT_MODEL_TYPES
+        if self.config is not None and model_type not in known and not has_whole_pictures:
+            shape = "of videos" if pixels is None else tuple(pixels.shape)
+            raise self.error(
+                f'cannot cut pixel values {shape} of model type "{model_type}": which of them belong to which row is '
+                "known for LLaVA, PaliGemma, Qwen-VL, Idefics and SmolVLM, and where every picture or tile is one "
+                "entry of (channels, height, width). Use such a model."
+            )
 
     def check_token_types(self) -> None:
         model_type = getattr(self.config, "model_type", None)
@@ -149,22 +166,15 @@ class _Reader:
                 "rows with another number of images than one need text to place them in; the column has none."
             )
         pixels = next(key for key in PIXELS.values() if key in self.features)
-        vision = self._one_entry_per_row((*ENTRY_KEYS["image"], *ENTRY_KEYS["video"]), pixels)
-        if "spatial_shapes" not in self.host or "pixel_values" not in self.features:
-            return vision
-        lengths = tuple(math.prod(shape) for shape in self.host["spatial_shapes"])
-        padded = {key: UnitLayout(None, lengths, True) for key in self._patch_keys()}
-        return replace(vision, units=vision.units | padded, patches=[(1, length) for length in lengths])
-
-    def always_on(self) -> Vision:
-        """Rows on axis 0, nothing ever left out. Mllama: with images in the batch a row without one goes through the
-        cross-attention layers too; without the keys they would be skipped and its embedding would move."""
-        return self._one_entry_per_row((*ENTRY_KEYS["image"], *ROW_KEYS), "pixel_values")
-
-    def _one_entry_per_row(self, keys: Sequence[str], pixels: str) -> Vision:
+        keys = (*ENTRY_KEYS["image"], *ENTRY_KEYS["video"])
         units = {key: UnitLayout() for key in keys if self._holds(key, self.num_rows)}
-        patches = self._patches_per_entry(pixels)
-        return Vision(units, [True] * self.num_rows, None if patches is None else [(patches, 1)] * self.num_rows)
+        if "spatial_shapes" in self.host and "pixel_values" in units:
+            lengths = tuple(math.prod(shape) for shape in self.host["spatial_shapes"])
+            of_patches = [key for key in ("pixel_values", "pixel_attention_mask") if key in units]
+            units |= dict.fromkeys(of_patches, UnitLayout(None, lengths, True))
+            return Vision(units, [True] * self.num_rows, [(1, length) for length in lengths])
+        each = self._patches_per_entry(pixels)
+        return Vision(units, [True] * self.num_rows, None if each is None else [(each, 1)] * self.num_rows)
 
     def padded_rows(self) -> Vision:
         """(R, tiles of the fullest row, ...): trimmed to the chunk's fullest row, left out where no row has a tile."""
@@ -197,17 +207,14 @@ class _Reader:
             has_vision = [seen or count > 0 for seen, count in zip(has_vision, counts, strict=True)]
             if computed is None or patches is None:
                 patches = None
-            elif any(longest > 1 for _, longest in computed):
-                patches = computed  # images as padded sequences: no model has both these and videos
             else:
-                patches = [(a + b, 1) for (a, _), (b, _) in zip(patches, computed, strict=True)]
+                patches = [(a + b, 1) for (a, _), b in zip(patches, computed, strict=True)]
         is_mrope = self.config is None or self.config.model_type in MROPE_MODEL_TYPES
         has_grid = "mm_token_type_ids" in self.features and any(key in self.features for key in GRIDS.values())
         return Vision(units, has_vision, patches, is_mrope and has_grid and "position_ids" not in self.features)
 
-    def _flat_kind(
-        self, kind: str, units: dict[str, UnitLayout]
-    ) -> tuple[tuple[int, ...], list[tuple[int, int]] | None]:
+    def _flat_kind(self, kind: str, units: dict[str, UnitLayout]) -> tuple[tuple[int, ...], Sequence[int] | None]:
+        """Entries of every row, and its patches."""
         pixels, grid = PIXELS[kind], self.host.get(GRIDS[kind])
         total = self.features[pixels].shape[0] if grid is None else len(grid)
         counts = self._counts(kind, total)
@@ -223,13 +230,9 @@ class _Reader:
                 )
             packed = tuple(sum(run) for run in _runs(entries, counts))
             units |= {GRIDS[kind]: UnitLayout(counts), pixels: UnitLayout(packed)}
-            return counts, [(number, 1) for number in packed]
-        if kind == "image" and "spatial_shapes" in self.host:
-            longest = [max(run, default=0) for run in _runs(map(math.prod, self.host["spatial_shapes"]), counts)]
-            units |= {key: UnitLayout(counts, tuple(longest), True) for key in self._patch_keys()}
-            return counts, list(zip(counts, longest, strict=True))
+            return counts, packed
         each = self._patches_per_entry(pixels)
-        return counts, None if each is None else [(count * each, 1) for count in counts]
+        return counts, None if each is None else [count * each for count in counts]
 
     # ---- entries per row ----
 
@@ -250,8 +253,6 @@ class _Reader:
 
     def _patches_per_entry(self, pixels: str) -> int | None:
         shape = self.features[pixels].shape
-        if len(shape) == 3:  # already patches: (entries, padded patches, values)
-            return shape[1]
         if len(shape) < 4 or patch_size(self.config) is None:
             return None
         return math.prod(shape[1:-3]) * patch_grid(self.config, *shape[-2:])
@@ -262,9 +263,6 @@ class _Reader:
         if len(self.features[key]) != entries:
             raise self.cannot_cut(key)
         return True
-
-    def _patch_keys(self) -> list[str]:
-        return [key for key in ("pixel_values", "pixel_attention_mask") if key in self.features]
 
     def cannot_cut(self, key: str) -> UsageError:
         return cannot_cut(self.column, key, self.features[key], self.num_rows)

@@ -11,13 +11,12 @@ that of the full batch up to float rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from hf_dist_ext import policy
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.columns import Column, read_columns
 from hf_dist_ext.engine.flat import unfolded
@@ -35,8 +34,6 @@ def lay_out(
     can_trim: bool = True,
     can_shift: bool = False,
     sort: bool = True,
-    candidates_first: bool = False,
-    separates_columns: bool = False,
     model_config: Any = None,
 ) -> ChunkedBatch:
     """Lay a batch (column -> features) out as tables and pack them into chunks.
@@ -52,10 +49,6 @@ def lay_out(
             padding on the left may be trimmed as well; the positions rows had are then handed along.
         sort: False keeps the batch's order (rows are then trimmed among their neighbours), except that rows without
             images still come before those with.
-        candidates_first: the first column, of anchors, is encoded last, so that what becomes of the others can be sent
-            meanwhile.
-        separates_columns: where every column makes several chunks, none holds rows of two: a column is whole when its
-            own chunks are done.
         model_config: the transformers config of the model, or column -> config where columns have towers of their own.
             It says how image keys belong to rows, and whether text has a fixed width.
 
@@ -65,22 +58,15 @@ def lay_out(
     groups: list[list[Column]] = []
     batch = {name: unfolded(features) for name, features in batch.items()}
     columns = read_columns(batch, limits.max_patches is not None, model_config)
-    if candidates_first:
-        columns = [*columns[1:], columns[0]]
     for column in columns:
         same = next((g for g in groups if shares_tower and _can_mix(g[0], column, can_trim)), None)
         if same is None:
             groups.append([column])
         else:
             same.append(column)
-    if separates_columns and have_many_chunks(columns, len(columns), limits):
-        parts = [(kind, [column]) for kind, group in enumerate(groups) for column in group]
-    else:
-        parts = list(enumerate(part for group in groups for part in _unmixed(group, can_trim, can_shift)))
     tables = [
         _make_table(
             part,
-            kind=kind,
             column=None if shares_tower else part[0].name,
             pad_values=pad_values or {},
             can_trim=can_trim and part[0].can_trim,
@@ -88,16 +74,10 @@ def lay_out(
             sort=sort,
             packs=limits.packs,
         )
-        for kind, part in parts
+        for group in groups
+        for part in _unmixed(group, can_trim, can_shift)
     ]
     return ChunkedBatch(tables, limits, batch)
-
-
-def have_many_chunks(parts: Sequence[Column | Table], num_columns: int, limits: ChunkLimits) -> bool:
-    """Whether columns that may be kept apart are. parts: all columns, or tables of all of them."""
-    rows = sum(part.num_rows for part in parts)
-    tokens = sum(int(np.diff(part.extents).sum()) for part in parts)
-    return policy.has_many_chunks(num_columns, ((rows, limits.max_rows), (tokens, limits.max_tokens)))
 
 
 def _can_mix(first: Column, other: Column, can_trim: bool) -> bool:
@@ -134,7 +114,6 @@ def _unmixed(columns: list[Column], can_trim: bool, can_shift: bool) -> list[lis
 def _make_table(
     columns: list[Column],
     *,
-    kind: int,
     column: str | None,
     pad_values: Mapping[str, int],
     can_trim: bool,
@@ -169,7 +148,6 @@ def _make_table(
     if "position_ids" not in features and "attention_mask" in features:
         positions = "mask" if counts_from_mask and has_left_padding else "edges" if can_shift else None
     return Table(
-        kind=kind,
         columns=[c.name for c in columns],
         places=[c.place for c in columns],
         row_counts=row_counts,
@@ -184,7 +162,6 @@ def _make_table(
         order=order,
         column=column,
         width=width,
-        most_tokens=columns[0].most_tokens,
         pads_left=can_shift,
         can_trim=can_trim,
         real_tokens=real_tokens,

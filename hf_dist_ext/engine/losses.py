@@ -6,8 +6,7 @@ The one thing to know: a loss is the mean over this rank's OWN rows, scored agai
 (1) check the columns: anchor, positive, then any hard negatives
 (2) turn ids into keys, per column of candidates: rows and candidates that share one are no negatives
     (engine/false_negatives.py)
-(3) hand over to engine/tiled_infonce.py, which computes loss and gradient tile by tile, or, where candidates go round
-    the processes, to engine/ring.py
+(3) hand over to engine/tiled_infonce.py, which computes loss and gradient tile by tile
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +22,10 @@ from torch.nn.functional import logsigmoid
 
 from hf_dist_ext import policy
 from hf_dist_ext.engine.false_negatives import Keys, keys_of
-from hf_dist_ext.engine.ring import Ring, RingPlan, scored_in_ring
-from hf_dist_ext.engine.ring_scores import Softmax
-from hf_dist_ext.engine.tiled_infonce import MASKED, Direction, InfoNCESetup, Matmul, tiled_infonce
+from hf_dist_ext.engine.tiled_infonce import MASKED, Direction, InfoNCESetup, tiled_infonce
 from hf_dist_ext.errors import UsageError
 
 MAX_INVERSE_TEMPERATURE = 100.0  # CLIP's bound (https://huggingface.co/papers/2103.00020, section 2.5)
-
-Exchange = Literal["auto", "gather", "ring"]
 
 
 class LossOutput(NamedTuple):
@@ -67,10 +62,6 @@ class InfoNCELoss(nn.Module):
         in_batch_negatives: false leaves an anchor its own positive and its own hard negatives as candidates: of K B
             rows in a further column, rows K i to K i + K - 1. Nothing is gathered.
         cross_device_negatives: whether the trainer passes all ranks' embeddings as `everyone`; not read here.
-        cross_device_exchange: "gather": every rank holds all candidates; three products per pair. "ring": candidates
-            go round (ring.py); a rank holds two blocks of the others' at most, four products. "auto": the ring
-            where the gathered ones would take more than policy.LOSS_TILE_BYTES. The gradient is the same.
-        bf16_products: factors of matrix products are rounded to bfloat16 (`Matmul`), sums stay in float32.
         normalize: L2-normalise here, which is harmless when the embeddings are normalised already. A vector of zeros
             stays zeros and gets no gradient: it has no direction to turn.
         rows_per_tile: memory is at most 4 buffers of this times the candidates. None: 512 on a CPU (fastest or within
@@ -93,8 +84,6 @@ class InfoNCELoss(nn.Module):
         normalize: bool = True,
         rows_per_tile: int | None = None,
         candidates_per_tile: int | None = None,
-        cross_device_exchange: Exchange = "auto",
-        bf16_products: bool = False,
         in_batch_negatives: bool = True,
     ) -> None:
         super().__init__()
@@ -110,15 +99,8 @@ class InfoNCELoss(nn.Module):
         for name, size in (("rows_per_tile", rows_per_tile), ("candidates_per_tile", candidates_per_tile)):
             if size is not None and size < 1:
                 raise UsageError(f"{name}={size} must be at least 1, or None for the default.")
-        check_exchange(cross_device_exchange)
-        if cross_device_exchange == "ring" and not cross_device_negatives:
-            raise UsageError(
-                'cross_device_exchange="ring" sends every process the candidates of all, and '
-                "cross_device_negatives=false keeps each to its own. Remove one of them."
-            )
         of_batch = {
-            "symmetric": symmetric, "cross_device_exchange": cross_device_exchange == "ring" and "ring",
-            "bf16_products": bf16_products, "rows_per_tile": rows_per_tile, "candidates_per_tile": candidates_per_tile,
+            "symmetric": symmetric, "rows_per_tile": rows_per_tile, "candidates_per_tile": candidates_per_tile,
         }  # fmt: skip
         if not in_batch_negatives and (useless := {name: value for name, value in of_batch.items() if value}):
             name, value = useless.popitem()
@@ -132,11 +114,8 @@ class InfoNCELoss(nn.Module):
         self.mask_false_negatives = mask_false_negatives
         self.false_negative_margin = false_negative_margin
         self.cross_device_negatives = cross_device_negatives and in_batch_negatives
-        self.cross_device_exchange = cross_device_exchange
-        self.bf16_products = bf16_products
         self.normalize = normalize
         self.rows_per_tile = rows_per_tile
-        self.tile_halvings = 0  # of a tile's rows, after a lack of memory
         self.candidates_per_tile = candidates_per_tile
         self.start_temperature = temperature if learnable_temperature else None
         self.fixed_temperature = None if learnable_temperature else temperature
@@ -172,10 +151,7 @@ class InfoNCELoss(nn.Module):
         accumulated in float32, under autocast too.
         """
         everyone = own if everyone is None else everyone
-        ring = ring_of(self.cross_device_exchange, own, everyone)
-        sees = own if ring is not None else everyone
-        offset = row_offset if ring is None else 0
-        columns = checked_columns(own, sees, offset, self.symmetric or everyone is own)  # (1)
+        columns = checked_columns(own, everyone, row_offset, self.symmetric or everyone is own)  # (1)
         rows = own[columns[0]]
         if self.matryoshka is not None and self.matryoshka[0][0] > rows.shape[1]:
             raise UsageError(
@@ -183,16 +159,13 @@ class InfoNCELoss(nn.Module):
                 f"List dimensions up to {rows.shape[1]}."
             )
         candidates = columns[1:]
-        dtypes = [own[name].dtype for name in columns] + [sees[name].dtype for name in candidates]
+        dtypes = [own[name].dtype for name in columns] + [everyone[name].dtype for name in candidates]
         dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-        counts = ring.counts if ring is not None else {name: [len(everyone[name])] for name in candidates}
-        heights = {name: sum(counts[name]) for name in candidates}
+        heights = {name: len(everyone[name]) for name in candidates}
         keys = keys_of(columns, heights, ids, dtype) if ids and self.mask_false_negatives else []  # (2)
         inverse_temperature = self._inverse_temperature(dtype, rows.device)
         if not self.in_batch_negatives:
             loss, metrics = self._scored_by_row(own, columns, row_offset, keys, inverse_temperature)
-        elif ring is not None:
-            loss, metrics = self._scored_in_ring(own, columns, ring, keys, inverse_temperature)
         else:
             loss, metrics = self._scored(own, everyone, columns, row_offset, keys, inverse_temperature)
         names = ("accuracy", "masked_share", "positive_similarity")
@@ -227,9 +200,8 @@ class InfoNCELoss(nn.Module):
             row_offset=row_offset,
             margin=self.false_negative_margin,
             normalize=self.normalize,
-            rows_per_tile=max(1, fitting_rows >> self.tile_halvings),
+            rows_per_tile=fitting_rows,
             candidates_per_tile=self.candidates_per_tile or (512 if on_cpu else None),
-            matmul=Matmul(self.bf16_products),
         )
         return tiled_infonce(plan, inverse_temperature, embeddings)  # (3)
 
@@ -269,30 +241,6 @@ class InfoNCELoss(nn.Module):
                 metrics = of_each.sum(dim=1) / max(num_rows, 1)
         return loss, metrics
 
-    def _scored_in_ring(
-        self, own: Mapping[str, Tensor], columns: list[str], ring: Ring, keys: Keys, inverse_temperature: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The same where candidates go round."""
-        counts = [ring.counts[name] for name in columns]
-        anchors = own[columns[0]]
-        on_cpu, item = anchors.device.type == "cpu", inverse_temperature.dtype.itemsize
-        most = (512, 512) if on_cpu else (policy.LOSS_TILE_ROWS, None)
-        tile_rows = max(1, (self.rows_per_tile or most[0]) >> self.tile_halvings)
-        tile_rows, candidates = policy.ring_tile(max(map(max, counts)), tile_rows, item)
-        plan = RingPlan(
-            score=Softmax(),
-            ring=ring,
-            counts=counts,
-            is_symmetric=self.symmetric,
-            prefixes=self.matryoshka or [(anchors.shape[1], 1.0)],
-            keys=keys,
-            margin=self.false_negative_margin,
-            normalize=self.normalize,
-            tile=(tile_rows, min(candidates, self.candidates_per_tile or most[1] or candidates)),
-            matmul=Matmul(self.bf16_products),
-        )
-        return scored_in_ring(plan, inverse_temperature, None, plan.own_rows(own, columns))
-
     def _inverse_temperature(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """(1,), with a graph to the parameter when it is learnable."""
         if self.fixed_temperature is not None:
@@ -314,20 +262,6 @@ def unit_vectors(raw: Tensor, normalize: bool, dtype: torch.dtype) -> Tensor:
     raw = raw.to(dtype)
     norm = torch.linalg.vector_norm(raw, dim=1, keepdim=True)
     return raw * torch.where(norm > 1e-12, norm, math.inf).reciprocal() if normalize else raw
-
-
-def check_exchange(exchange: str) -> None:
-    if exchange not in get_args(Exchange):
-        raise UsageError(f'cross_device_exchange="{exchange}" must be "auto", "gather" or "ring".')
-
-
-def ring_of(exchange: Exchange, own: Mapping[str, Tensor], everyone: Mapping[str, Tensor]) -> Ring | None:
-    """The ring that `everyone` can go round in, where it is to."""
-    ring = getattr(everyone, "ring", None)
-    if ring is None:
-        return None
-    all_rows, width = sum(map(sum, ring.counts.values())), next(iter(own.values())).shape[-1]
-    return ring if policy.goes_round(exchange, all_rows, width) else None
 
 
 def _index_of(embedding: Tensor, embeddings: list[Tensor]) -> int:

@@ -111,12 +111,11 @@ def replayed(state: RandomState, drawn: Sequence[str]) -> Iterator[None]:
 class ReplayError:
     """How far embeddings of pass 3 lie from those of pass 1, relative to the largest magnitude of their chunk.
 
-    of_chunks: (n,) on the device, one for every chunk and output that was compared. numbers: which chunk each is of.
-    places: the same, and whose rows that has, in words.
+    of_chunks: (n,) on the device, one for every chunk and output that was compared. places: which chunk each is of,
+    and whose rows that has, in words.
     """
 
     of_chunks: torch.Tensor
-    numbers: list[int]
     places: list[str]
 
     @property
@@ -124,10 +123,10 @@ class ReplayError:
         """(), on the device. What is not a number was none in pass 1 either, or came of a gradient that is none."""
         return self.of_chunks.nan_to_num(nan=0.0, posinf=math.inf).amax()
 
-    def worst(self) -> tuple[float, int, str]:
-        """The largest one, its chunk and its place; waits for the device."""
+    def worst(self) -> tuple[float, str]:
+        """The largest one and its place; waits for the device."""
         ratios = self.of_chunks.nan_to_num(nan=0.0, posinf=math.inf).tolist()
-        return max(zip(ratios, self.numbers, self.places, strict=True), key=lambda found: found[0])
+        return max(zip(ratios, self.places, strict=True), key=lambda found: found[0])
 
 
 class Comparison:
@@ -166,7 +165,7 @@ class Comparison:
         differences, magnitudes = sizes.view(2, -1).unbind()
         columns = [" and ".join(self.chunks[number].columns) for number in self._numbers]
         places = [f"{c}, chunk {n + 1} of {len(self.chunks)}" for c, n in zip(columns, self._numbers, strict=True)]
-        return ReplayError(differences / magnitudes, self._numbers, places)
+        return ReplayError(differences / magnitudes, places)
 
 
 def _tensors(output: Output, names: Sequence[str]) -> list[torch.Tensor]:
@@ -185,13 +184,11 @@ def allowed_difference(dtypes: Iterable[torch.dtype], has_other_shapes: bool) ->
     return max(ROUNDING.get(dtype, ROUNDING[torch.bfloat16])[has_other_shapes] for dtype in dtypes)
 
 
-def end_for_replay_error(step: int, ratio: float, most: float, place: str, found: str = "") -> NoReturn:
-    """`found`: which of the causes it is, where that was tried."""
-    tried = f" Encoding that chunk again found the cause: {found}." if found else ""
+def end_for_replay_error(step: int, ratio: float, most: float, place: str) -> NoReturn:
     raise RunError(
         f"step {step}: the gradient cache encodes every chunk twice, and the second embeddings differ from the "
         f"first by {ratio:.2g} of their largest magnitude ({place}), where rounding explains {most:.2g}. The "
-        f"gradient would be wrong, so the update is not made.{tried} The usual causes, in this order: (1) the "
+        f"gradient would be wrong, so the update is not made. The usual causes, in this order: (1) the "
         "forward draws random numbers that come neither from torch nor from numpy.random or random: draw them "
         "there; (2) the forward writes a state that it reads (spectral_norm, observers of quantization, moving "
         "averages): switch that off, or do it once per step outside of the model; (3) tables follow the longest "

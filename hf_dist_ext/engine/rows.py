@@ -46,14 +46,10 @@ class ChunkOrder:
         edges = [start, *(np.flatnonzero(np.diff(columns)) + start + 1).tolist(), stop]
         return [(int(columns[first - start]), first, last) for first, last in pairwise(edges) if first < last]
 
-    def runs(self, places: Sequence[Places], num_repeated: int = 0) -> list[Run]:
+    def runs(self, places: Sequence[Places]) -> list[Run]:
         """The rows at these places: a slice where the batch's own order is kept (nothing is copied then), else row
-        numbers on the device. At last the last row as often as `num_repeated` says."""
-        runs: list[Run] = [(column, self._rows(column, first, last)) for column, first, last in places]
-        if num_repeated:
-            column, _, last = places[-1]
-            runs.append((column, self._own[last - 1 : last].expand(num_repeated)))
-        return runs
+        numbers on the device."""
+        return [(column, self._rows(column, first, last)) for column, first, last in places]
 
     def _rows(self, column: int, first: int, last: int) -> torch.Tensor | slice:
         begin = self.begins[column]

@@ -7,7 +7,6 @@ For row i and candidate j with similarity c_ij, scale s, bias b, and z_ij = 1 fo
     loss_i = - sum over j of log sigmoid(z_ij l_ij)
 
 No row needs a sum over its candidates, so a tile is done with at once, its backward too (manual_gradient.py).
-Candidates go round the processes as InfoNCE's do (ring.py).
 
 Shapes: B own rows, N all ranks' rows, D embedding, T tile rows, C candidates of a tile.
 """
@@ -23,11 +22,9 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from hf_dist_ext.engine.false_negatives import Keys, keys_of
-from hf_dist_ext.engine.losses import Exchange, LossOutput, check_exchange, checked_columns, ring_of, unit_vectors
+from hf_dist_ext.engine.losses import LossOutput, checked_columns, unit_vectors
 from hf_dist_ext.engine.manual_gradient import sum_of_tiles
-from hf_dist_ext.engine.ring import RingPlan, scored_in_ring
-from hf_dist_ext.engine.ring_scores import Sigmoid
-from hf_dist_ext.engine.tiled_infonce import Block, Matmul, compare_keys
+from hf_dist_ext.engine.tiled_infonce import Block, compare_keys
 from hf_dist_ext.errors import UsageError
 
 
@@ -44,7 +41,6 @@ class SigmoidLoss(nn.Module):
         normalize: L2-normalise here.
         rows_per_tile: memory is a few buffers of this times `candidates_per_tile`.
         candidates_per_tile: see `rows_per_tile`.
-        cross_device_exchange: of `InfoNCELoss`.
     """
 
     def __init__(
@@ -56,18 +52,14 @@ class SigmoidLoss(nn.Module):
         normalize: bool = True,
         rows_per_tile: int = 512,
         candidates_per_tile: int = 2048,
-        cross_device_exchange: Exchange = "auto",
     ) -> None:
         super().__init__()
         if not 0 < scale < math.inf or not math.isfinite(bias):
             raise UsageError(f"scale={scale} must be a positive number and bias={bias} a number, such as 10 and -10.")
         if min(rows_per_tile, candidates_per_tile) < 1:
             raise UsageError(f"rows_per_tile={rows_per_tile}, candidates_per_tile={candidates_per_tile}: at least 1.")
-        check_exchange(cross_device_exchange)
-        self.cross_device_exchange = cross_device_exchange
         self.mask_false_negatives, self.normalize = mask_false_negatives, normalize
         self.rows_per_tile, self.candidates_per_tile = rows_per_tile, candidates_per_tile
-        self.tile_halvings = 0  # of a tile's rows, after a lack of memory
         # One element, not zero dimensions: FSDP cannot shard a 0-D parameter.
         self.log_scale = nn.Parameter(torch.tensor([math.log(scale)]), requires_grad=learnable)
         self.bias = nn.Parameter(torch.tensor([float(bias)]), requires_grad=learnable)
@@ -82,40 +74,20 @@ class SigmoidLoss(nn.Module):
         """The loss, and as metrics accuracy, masked_share, positive_similarity, scale and bias. Arguments and dtypes
         as of `InfoNCELoss`."""
         everyone = own if everyone is None else everyone
-        ring = ring_of(self.cross_device_exchange, own, everyone)
-        if ring is not None:
-            everyone, row_offset = own, 0
         anchor, *candidates = names = checked_columns(own, everyone, row_offset, everyone is own)
         dtype = torch.promote_types(own[anchor].dtype, torch.float32)
-        counts = [[len(everyone[name])] if ring is None else ring.counts[name] for name in names]
-        heights = dict(zip(names, map(sum, counts), strict=True))
+        heights = {name: len(everyone[name]) for name in candidates}
         keys = keys_of(names, heights, ids, dtype) if ids and self.mask_false_negatives else []
         scale, bias = self.log_scale.to(dtype).exp(), self.bias.to(dtype)
-        tile = max(1, self.rows_per_tile >> self.tile_halvings), self.candidates_per_tile
-        if ring is None:
-            units = [
-                unit_vectors(one, self.normalize, dtype)
-                for one in (own[anchor], *(everyone[name] for name in candidates))
-            ]
-            rows, columns = units[0].split(tile[0]), [unit.split(tile[1]) for unit in units[1:]]
-            metrics = scale.new_zeros(3)
-            loss = sum_of_tiles("SigmoidLoss", partial(_tiles, keys, row_offset, metrics), scale, bias, rows, columns)
-            metrics[1] /= max(sum(map(len, units[1:])) - 1, 1)
-            loss, metrics = loss / max(len(units[0]), 1), metrics / max(len(units[0]), 1)
-        else:
-            plan = RingPlan(
-                score=Sigmoid(),
-                ring=ring,
-                counts=counts,
-                is_symmetric=False,
-                prefixes=[(own[anchor].shape[1], 1.0)],
-                keys=keys,
-                margin=None,
-                normalize=self.normalize,
-                tile=tile,
-                matmul=Matmul(),
-            )
-            loss, metrics = scored_in_ring(plan, scale, bias, plan.own_rows(own, names))
+        tile = self.rows_per_tile, self.candidates_per_tile
+        units = [
+            unit_vectors(one, self.normalize, dtype) for one in (own[anchor], *(everyone[name] for name in candidates))
+        ]
+        rows, columns = units[0].split(tile[0]), [unit.split(tile[1]) for unit in units[1:]]
+        metrics = scale.new_zeros(3)
+        loss = sum_of_tiles("SigmoidLoss", partial(_tiles, keys, row_offset, metrics), scale, bias, rows, columns)
+        metrics[1] /= max(sum(map(len, units[1:])) - 1, 1)
+        loss, metrics = loss / max(len(units[0]), 1), metrics / max(len(units[0]), 1)
         of_rows = dict(zip(("accuracy", "masked_share", "positive_similarity"), metrics.unbind(), strict=True))
         return LossOutput(loss, of_rows | {"scale": scale.detach().squeeze(0), "bias": bias.detach().squeeze(0)})
 

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from hf_dist_ext import policy
 from hf_dist_ext.engine.columns import RowLayout
 from hf_dist_ext.engine.packing import PackedRows
 from hf_dist_ext.engine.rows import ChunkOrder, Places, gathered, positions_of_edges, positions_of_mask
@@ -34,8 +33,7 @@ Bounds = list[tuple[int, int]]  # per chunk its first sorted row and one past th
 class ChunkLimits:
     """What bounds a chunk: rows, tokens (rows x width, padding included), image patches, or nothing (one chunk).
 
-    `packs`: text rows go through the model end to end, without padding, so that tokens are real ones. `has_buckets`:
-    padded chunks have few shapes (`width`, `rows`), within the other limits.
+    `packs`: text rows go through the model end to end, without padding, so that tokens are real ones.
     """
 
     max_rows: int | None = None
@@ -43,26 +41,10 @@ class ChunkLimits:
     width_multiple: int = 8
     max_patches: int | None = None
     packs: bool = False
-    has_buckets: bool = False
 
     def width(self, tokens: int) -> int:
         """Of a chunk whose longest row has so many tokens."""
-        if self.has_buckets:
-            return policy.width_in_buckets(tokens, self.width_multiple)
         return -(-max(1, tokens) // self.width_multiple) * self.width_multiple
-
-    def rows(self, rows: int, width: int) -> int:
-        """Rows that are computed for so many: with buckets all that fit into a chunk, three fourths of these, a half,
-        three eighths, ... and two at least, since a graph for one row is another one."""
-        given = (self.max_rows, None if self.max_tokens is None else self.max_tokens // max(1, width))
-        bounds = [size for size in given if size is not None]
-        if not (self.has_buckets and bounds):
-            return rows
-        bucket = min(bounds)
-        while bucket > 2 and (half := -(-bucket // 2)) >= rows:
-            bucket = half
-        fourths = -(-3 * bucket // 4)
-        return max(rows, fourths if 1 < fourths >= rows else bucket)
 
     @property
     def is_bounded(self) -> bool:
@@ -109,7 +91,6 @@ class Table:
     """All rows that go through one tower: those without images first, and in each half the longest first (what does
     not fit fails first)."""
 
-    kind: int  # of the rows: tables of one kind reach the same parameters
     columns: list[str]
     places: list[int]  # of the columns in the batch
     row_counts: list[int]
@@ -124,7 +105,6 @@ class Table:
     order: np.ndarray  # (R,) int32: sorted row i is row order[i] of the columns laid end to end
     column: str | None
     width: int
-    most_tokens: int | None  # the model's positions
     pads_left: bool
     can_trim: bool
     real_tokens: int
@@ -141,8 +121,8 @@ class Table:
         return self.packed if limits.packs else None
 
     def window(self, start: int, stop: int, limits: ChunkLimits) -> tuple[int, int]:
-        """Token columns [left, right) that rows start..stop need, widened as the limits say where there is room: in
-        the table, or with buckets in what the model can read, if a mask tells it what is padding."""
+        """Token columns [left, right) that rows start..stop need, widened as the limits say where the table has
+        room."""
         first, last = self.extents[start:stop].T
         return self._widened(int(first.min()), int(last.max()), limits)
 
@@ -156,26 +136,15 @@ class Table:
     def _widened(self, first: int, last: int, limits: ChunkLimits) -> tuple[int, int]:
         if not self.can_trim or self.width == 0:
             return 0, self.width
-        width = limits.width(last - first)
-        room = self.width
-        if limits.has_buckets and "attention_mask" in self.features:  # the batch's own width is any number
-            room = width if self.most_tokens is None else max(last - first, self.most_tokens)
-        width = min(width, room)
+        width = min(limits.width(last - first), self.width)
         return (last - width, last) if self.pads_left else (first, first + width)
-
-    def num_repeated(self, start: int, stop: int, limits: ChunkLimits) -> int:
-        """Times the last of rows start..stop is repeated. Pictures have sizes of their own, and cost too much."""
-        if self.has_vision((start, stop)) or self.packed_for(limits):
-            return 0
-        left, right = self.window(start, stop, limits)
-        return limits.rows(stop - start, right - left) - (stop - start)
 
     def cost(self, start: int, stop: int, limits: ChunkLimits) -> int:
         """Tokens the chunk computes, padding included (rows when there is no token axis)."""
         if packed := self.packed_for(limits):
             return packed.num_tokens(start, stop)
         left, right = self.window(start, stop, limits)
-        return (stop - start + self.num_repeated(start, stop, limits)) * max(1, right - left)
+        return (stop - start) * max(1, right - left)
 
     def num_patches(self, start: int, stop: int) -> int:
         """Image patches the chunk computes, padding included."""
@@ -269,11 +238,10 @@ class Table:
         window: tuple[int, int],
         multiple: int,
         has_vision: bool,
-        num_repeated: int,
     ) -> dict[str, Any]:
-        """What the model takes for the rows at these places of a chunk order, the last one repeated so often. values:
-        of every key, one per column."""
-        runs = order.runs(places, num_repeated)
+        """What the model takes for the rows at these places of a chunk order. values: of every key, one per
+        column."""
+        runs = order.runs(places)
         found: dict[str, Any] = {
             key: gathered(values[key], layout, self.pad_values.get(key, 0), self.first_tokens, runs, window)
             for key, layout in self.features.items()

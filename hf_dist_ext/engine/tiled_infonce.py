@@ -40,43 +40,6 @@ from hf_dist_ext.engine.manual_gradient import with_gradients
 MASKED = -1e30  # a logit that weighs nothing; finite, because -inf - -inf is NaN in a row whose others are all masked
 
 
-class Matmul(NamedTuple):
-    """Matrix products of a loss in tiles: in the dtype of whoever calls, or of factors that are rounded to bfloat16.
-
-    A bfloat16 factor has 8 bits, so a score of length-one vectors is off by about 1e-3; sums of scores, exponentials
-    and gradients stay in float32. A CUDA device multiplies such factors in its tensor cores and gives the float32
-    sums. torch has no such product elsewhere: there the rounded factors are multiplied in float32, which gives the
-    same numbers in the time of float32.
-    """
-
-    in_bf16: bool = False
-
-    def dtype(self, of_sums: torch.dtype) -> torch.dtype:
-        """Of factors, where sums have `of_sums`."""
-        return torch.bfloat16 if self.in_bf16 else of_sums
-
-    def factor(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype(tensor.dtype))
-
-    def write(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        """out = left @ right, of factors."""
-        if not self.in_bf16:
-            torch.mm(left, right, out=out)
-        elif out.device.type == "cuda":
-            torch.mm(left, right, out_dtype=torch.float32, out=out)
-        else:
-            torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
-
-    def add(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """total += left @ right. Left is rounded here, right is a factor."""
-        if not self.in_bf16:
-            total.addmm_(left, right)
-        elif total.device.type == "cuda":
-            total += torch.mm(left.bfloat16(), right, out_dtype=torch.float32)
-        else:
-            total.addmm_(left.bfloat16().to(total.dtype), right.to(total.dtype))
-
-
 class Direction(NamedTuple):
     """Who is scored against whom, as positions among the embeddings. The positives are the first candidates."""
 
@@ -93,7 +56,6 @@ class InfoNCESetup(NamedTuple):
     normalize: bool
     rows_per_tile: int
     candidates_per_tile: int | None  # None = whole columns
-    matmul: Matmul = Matmul()
 
 
 def tiled_infonce(
@@ -122,7 +84,6 @@ def _loss_and_gradients(
 
     # (1) per prefix and embedding: unit vectors with their inverse norms, and the gradient of the unit vectors
     units = [[normalized(e[:, :dim], plan.normalize, loss.dtype) for e in embeddings] for dim, _ in plan.prefixes]
-    factors = [[plan.matmul.factor(unit) for unit, _ in row] for row in units]
     buffers = [
         [torch.zeros_like(unit) if needed else None for (unit, _), needed in zip(row, needs_embedding, strict=True)]
         for row in units
@@ -139,9 +100,9 @@ def _loss_and_gradients(
             for which, direction in enumerate(plan.directions):
                 unit_rows = units[prefix][direction.rows][0][rows]  # (T, d)
                 scaled_rows = unit_rows * inverse_temperature
-                columns = [factors[prefix][i] for i in direction.candidates]
+                columns = [units[prefix][i][0] for i in direction.candidates]
                 blocks = _blocks(logits_buffer, rows, heights[which], plan.candidates_per_tile)
-                positives = _score(plan.matmul, blocks, scaled_rows, columns, first)  # (3)
+                positives = _score(blocks, scaled_rows, columns, first)  # (3)
                 threshold = None if plan.margin is None else positives - plan.margin * inverse_temperature
                 num_masked, highest = mask_blocks(blocks, masks, threshold)
                 total = torch.zeros_like(positives)
@@ -159,9 +120,7 @@ def _loss_and_gradients(
                 factor = (torch.sigmoid(-lead) * row_weight / total)[:, None]  # (T, 1)
                 column_buffers = [buffers[prefix][i] for i in direction.candidates]
                 weighted_rows = scaled_rows * factor
-                row_gradient = _add_gradients(
-                    plan.matmul, blocks, weighted_rows, columns, column_buffers, first, total
-                )  # (5)
+                row_gradient = _add_gradients(blocks, weighted_rows, columns, column_buffers, first, total)  # (5)
                 row_gradient *= factor * inverse_temperature
                 row_buffer = buffers[prefix][direction.rows]
                 if row_buffer is not None:
@@ -241,11 +200,11 @@ def lead_of_positives(
     return positives - others.logsumexp(dim=1)
 
 
-def _score(matmul: Matmul, blocks: list[Block], scaled_rows: Tensor, columns: list[Tensor], first: int) -> Tensor:
+def _score(blocks: list[Block], scaled_rows: Tensor, columns: list[Tensor], first: int) -> Tensor:
     """Write the logits; return those of the positives (T,), which are masked in the blocks."""
-    positives, row_factors = scaled_rows.new_empty(scaled_rows.shape[0]), matmul.factor(scaled_rows)
+    positives = scaled_rows.new_empty(scaled_rows.shape[0])
     for block in blocks:
-        matmul.write(row_factors, columns[block.column][block.low : block.high].T, block.values)
+        torch.mm(scaled_rows, columns[block.column][block.low : block.high].T, out=block.values)
         rows, entries = block.positives(first)
         positives[rows] = entries
         entries.fill_(MASKED)
@@ -270,7 +229,6 @@ def mask_blocks(blocks: list[Block], masks: list[Block], threshold: Tensor | Non
 
 
 def _add_gradients(
-    matmul: Matmul,
     blocks: list[Block],
     weighted_rows: Tensor,
     columns: list[Tensor],
@@ -279,15 +237,15 @@ def _add_gradients(
     total: Tensor,
 ) -> Tensor:
     """Add the candidates' gradients to their buffers; return the rows' (T, d) but for the factor per row."""
-    row_gradient, row_factors = torch.zeros_like(weighted_rows), matmul.factor(weighted_rows)
+    row_gradient = torch.zeros_like(weighted_rows)
     for block in blocks:
         rows, entries = block.positives(first)
         entries.copy_(-total[rows])
         candidates = slice(block.low, block.high)
-        matmul.add(row_gradient, block.values, columns[block.column][candidates])
+        row_gradient.addmm_(block.values, columns[block.column][candidates])
         column_buffer = column_buffers[block.column]
         if column_buffer is not None:
-            matmul.add(column_buffer[candidates], block.values.T, row_factors)
+            column_buffer[candidates].addmm_(block.values.T, weighted_rows)
     return row_gradient
 
 

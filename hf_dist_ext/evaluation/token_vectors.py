@@ -17,9 +17,8 @@ import torch
 from torch.nn.functional import normalize
 
 from hf_dist_ext.engine.real_tokens import RealTokens, best_matches
-from hf_dist_ext.strategies.ragged import MASK
 
-VECTORS = "vectors"
+VECTORS, MASK = "vectors", "mask"
 # float32 rounds scores of unit vectors to about 1e-7, in another way for every tile shape.
 TIE_TOLERANCE = 1e-6
 TILE = 2**22  # products of tokens at a time

@@ -30,10 +30,3 @@ def has_frozen_backbone(model: nn.Module) -> bool:
 def batch_of_pooled(pooled: Mapping[str, torch.Tensor]) -> ChunkedBatch:
     """Column -> (R, H), as one chunk: a projection holds no more per row than the embeddings themselves."""
     return lay_out({name: {"pooled": rows} for name, rows in pooled.items()}, ChunkLimits(), sort=False)
-
-
-def forward_bytes_per_token(config: object) -> float:
-    """What a forward without a graph holds at its widest, roughly: one layer's states, attention inputs and MLP."""
-    hidden = getattr(config, "hidden_size", None) or getattr(config, "dim", 1024)
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    return 4 * (8 * hidden + 3 * inner)  # float32, at most

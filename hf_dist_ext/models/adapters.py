@@ -18,6 +18,7 @@ from hf_dist_ext.errors import UsageError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HALF = (torch.float16, torch.bfloat16)
+OF_A_SCALE = ("lora_alpha", "use_rslora", "alpha_pattern")
 PREFIX = "base_model.model."  # what peft puts before the names of the model it wraps
 
 
@@ -26,6 +27,14 @@ def adapters_of(model: Any) -> Mapping[str, Any]:
     inside = getattr(model, "transformers_model", None)  # of a SentenceTransformer
     holder = model if inside is None else inside
     return getattr(holder, "peft_config", None) or {}
+
+
+def adapter_scales(model: Any) -> dict[str, dict[str, Any]]:
+    """Name -> what peft multiplies the trained adapters with."""
+    return {
+        name: {field: getattr(config, field, None) for field in OF_A_SCALE}
+        for name, config in adapters_of(model).items()
+    }
 
 
 def trains_beside(model: Any) -> bool:

@@ -121,11 +121,6 @@ class Embedder:
         return None
 
     @property
-    def gives_every_token(self) -> bool:
-        """Whether it encodes to a vector of each of its real tokens, and to no others."""
-        return False
-
-    @property
     def num_frozen(self) -> int | None:
         """So many modules come first, train nothing and give one vector per row, while a later one trains; None: there
         are no such."""
@@ -234,16 +229,6 @@ class SentenceEmbedder(Embedder):
     @cached_property
     def has_token_vectors(self) -> bool:
         return any(kind.__name__ == "MultiVectorEncoder" for kind in type(self.model).__mro__)
-
-    @cached_property
-    def gives_every_token(self) -> bool:
-        first, *others = self.modules
-        masks = [module for module in others if _name(module) == "MultiVectorMask"]
-        if not masks or not {_name(module) for module in others} <= {"Dense", "Normalize", "MultiVectorMask"}:
-            return False
-        leaves_some_out = any(mask.skiplist_words or mask.keep_only_token_ids for mask in masks)
-        is_of_text = _name(first) == "Transformer" and set(first.modality_config) == {"text"}
-        return self.has_own_forward and is_of_text and first.query_expansion is None and not leaves_some_out
 
     @property
     def num_frozen(self) -> int | None:

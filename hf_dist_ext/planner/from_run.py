@@ -7,7 +7,7 @@ assumed beside it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,6 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         is_embedding=is_embedding,
         has_tiled_loss=not any(compares_all_pairs(part.loss, part.loss_options) for part in parts),
         sees_all_rows=any(_sees_all_rows(part) for part in parts),
-        exchange=_exchange(parts),
-        is_symmetric=any(part.symmetric for part in parts),
-        has_bf16_products=all(part.bf16_products for part in parts),
         packs=packs,
         notes=tuple(notes),
     )
@@ -83,8 +80,7 @@ def _packs(given: Mapping[str, Any], config: Mapping[str, Any], attention: str |
     asked, attention = given.get("gradient_cache_packing", "auto"), attention or "sdpa"
     if config["model_type"] not in policy.PACKED_FAMILIES:
         return False
-    mode, backend = given.get("torch_compile_mode"), given.get("torch_compile_backend")
-    if policy.records_cuda_graphs(mode, backend) or attention not in ("sdpa", *policy.FLASH) or not asked:
+    if attention not in ("sdpa", *policy.FLASH) or not asked:
         return False
     return asked is True or not policy.why_many_calls(attention, policy.VARLEN_CAPABILITY, is_half, config.get)
 
@@ -121,11 +117,7 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
         length = limits[name]
         if not is_wide and _limit_of(fields, name, i == 0) is None:
             notes.append(f"max_length of {name} is not given: counted with rows of {length} tokens.")
-        multiple = given.get("gradient_cache_width_multiple") or 8
-        if given.get("torch_compile"):
-            length = min(max(length, longest), policy.width_in_buckets(length, multiple))
-        else:
-            length = min(longest, -(-length // multiple) * multiple)
+        length = min(longest, -(-length // 8) * 8)  # engine/tables.py, ChunkLimits.width
         tower, images = "text" if has_towers else "backbone", int(name in pictured)
         patches = config["picture"]["patches"] if images else 0
         columns.append(BatchColumn(name, count, length, tower, images, patches))
@@ -190,12 +182,3 @@ def _names(fields: RunConfig, notes: list[str]) -> dict[str, str | list[str]]:
 
 def _sees_all_rows(part: RunConfig) -> bool:
     return (part.loss_options or {}).get("cross_device_negatives", part.cross_device_negatives)
-
-
-def _exchange(parts: Sequence[RunConfig]) -> str:
-    """How candidates meet: "gather" where one of the losses knows no other way."""
-    found = set()
-    for part in parts:
-        of_siglip = (part.loss_options or {}).get("cross_device_exchange", "auto")
-        found.add({"infonce": part.cross_device_exchange, "siglip": of_siglip}.get(part.loss or "", "gather"))
-    return next((name for name in ("gather", "auto") if name in found), "ring")

@@ -194,11 +194,8 @@ class Case:
 
     @functools.cached_property
     def num_chunks(self) -> int:
-        """Of a micro-batch and device. A column travels to other devices while others are encoded, as
-        training/sizes.py decides. With weights that are gathered only columns of several towers do, which have chunks
-        of their own anyway."""
-        is_shared = self.hardware.num_devices > 1 and self.strategy.name != "single" and self.work.sees_all_rows
-        return self.work.num_chunks(self.settings.chunk_rows, is_shared and "w" not in self.strategy.shards)
+        """Of a micro-batch and device."""
+        return self.work.num_chunks(self.settings.chunk_rows)
 
     @functools.cached_property
     def num_backwards(self) -> int:
@@ -406,14 +403,9 @@ def loss_bytes(work: Workload, world: int) -> float:
     if not work.is_embedding:
         return 0.0
     vectors, world = work.vectors(work.columns), world if work.sees_all_rows else 1
-    if work.candidates_go_round(world):
-        counts = [[column.rows] * world for column in work.columns]
-        of_batch = 4 * vectors * work.embedding_dim  # as chunks gave them
-        options = {"is_symmetric": work.is_symmetric, "has_bf16_products": work.has_bf16_products}
-        return of_batch + policy.ring_bytes(counts, work.embedding_dim, **options)
     candidates = sum(column.rows for column in work.columns[1:]) * world
     anchors = work.batch if work.has_tiled_loss else work.batch * world
-    options = {"is_tiled": work.has_tiled_loss, "has_bf16_products": work.has_bf16_products}
-    size = policy.loss_stage_bytes(vectors, vectors * world, anchors, candidates, work.embedding_dim, **options)
+    numbers = vectors, vectors * world, anchors, candidates, work.embedding_dim
+    size = policy.loss_stage_bytes(*numbers, is_tiled=work.has_tiled_loss)
     longest = max(column.length for column in work.columns) if work.leaves_tokens else 0
     return size + policy.token_products_bytes(candidates, longest)

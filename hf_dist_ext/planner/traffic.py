@@ -3,7 +3,7 @@
 DDP sends one all-reduce of what trains, whatever the number of chunks; less with a hook that compresses. FSDP "speed"
 gathers and reduces every unit once per step; "memory" gathers thrice per chunk and layer (pass without a graph,
 replay, its backward) and reduces once per chunk and unit. A loss over embeddings sends three small all-gathers and a
-reduce-scatter per micro-batch, or blocks that go round twice. Seconds are bytes / bandwidth + arithmetic / speed, with
+reduce-scatter per micro-batch. Seconds are bytes / bandwidth + arithmetic / speed, with
 the round figures below; they only rank strategies.
 
 Counts agree with what tests/distributed counts on real processes. A ring of W devices sends (W-1)/W of the data per
@@ -73,15 +73,7 @@ class Traffic:
 
     def send_embeddings(self, work: Workload, world: int, links: Links) -> None:
         """For a loss over the rows of all devices that have rows of their own."""
-        if work.candidates_go_round(world):
-            candidates = work.columns[0 if work.is_symmetric else 1 :]
-            rows = work.columns[: 2 if work.is_symmetric else 1]
-            hops, item = (world - 1) * work.accumulation, 2 if work.has_bf16_products else 4
-            size = (work.vectors(candidates) + work.vectors(rows)) * work.embedding_dim * item * hops
-            self.send("send", 2 * hops, size, world, links)
-            # ids, and of every row two sums
-            self.send("all_gather", 2 * work.accumulation, 16 * work.batch * world * work.accumulation, world, links)
-        elif work.is_embedding and work.sees_all_rows:
+        if work.is_embedding and work.sees_all_rows:
             size = work.vectors(work.columns[1:]) * world * work.embedding_dim * 4 * work.accumulation
             self.send("all_gather", 3 * work.accumulation, size, world, links)
             self.send("reduce_scatter", work.accumulation, size, world, links)

@@ -77,9 +77,6 @@ class Workload:
     is_embedding: bool
     has_tiled_loss: bool
     sees_all_rows: bool  # the loss, of all devices
-    exchange: str  # of candidates, "gather" for losses that know no other
-    is_symmetric: bool
-    has_bf16_products: bool
     packs: bool = False  # accelerators get chunks without padding, where the strategy does not need it
     notes: tuple[str, ...] = ()
     mask_bytes: int = 1  # of dropout, per element; 0 stands for an element's own, as on a CPU
@@ -107,11 +104,6 @@ class Workload:
     def vectors(self, columns: Sequence[BatchColumn]) -> int:
         """Of the rows of a batch's columns: one each, or one for every token."""
         return sum(one.rows * (one.length if self.leaves_tokens else 1) for one in columns)
-
-    def candidates_go_round(self, world: int) -> bool:
-        """Instead of being gathered by each of so many devices with rows of their own."""
-        all_rows = self.vectors(self.columns) * world
-        return world > 1 and self.sees_all_rows and policy.goes_round(self.exchange, all_rows, self.embedding_dim)
 
     @functools.cached_property
     def has_frozen_backbone(self) -> bool:
@@ -196,10 +188,10 @@ class Workload:
         table = next(table for table in self.tables if column in table)
         return sum(one.rows for one in table[table.index(column) :])
 
-    def chunks(self, chunk_rows: int | None = None, are_apart: bool = False) -> list[Chunks]:
-        """As engine/layout.py makes them of a batch with sorted rows. `are_apart`: none has rows of two columns."""
+    def chunks(self, chunk_rows: int | None = None) -> list[Chunks]:
+        """As engine/layout.py makes them of a batch with sorted rows."""
         found, is_chunked = [], self.is_cached or chunk_rows is not None
-        for table in self.tables if is_chunked and not are_apart else [[one] for one in self.columns]:
+        for table in self.tables if is_chunked else [[one] for one in self.columns]:
             first, end, total = 0, 0, sum(column.rows for column in table)
             for column in table:
                 end += column.rows
@@ -226,13 +218,8 @@ class Workload:
         """The same in chunks as they run on accelerators: without padding, if they are packed."""
         return replace(self, has_padding=False) if self.packs else self
 
-    def num_chunks(self, chunk_rows: int | None = None, is_sent_early: bool = False) -> int:
-        """`is_sent_early`: a column travels while others are encoded, so that each has chunks of its own where it has
-        many."""
-        most, tokens = self._limits(chunk_rows)
-        rows, in_tokens = sum(one.rows for one in self.columns), sum(one.rows * one.length for one in self.columns)
-        are_apart = is_sent_early and policy.has_many_chunks(len(self.columns), ((rows, most), (in_tokens, tokens)))
-        return sum(chunks.number for chunks in self.chunks(chunk_rows, are_apart))
+    def num_chunks(self, chunk_rows: int | None = None) -> int:
+        return sum(chunks.number for chunks in self.chunks(chunk_rows))
 
     @property
     def compute_bytes(self) -> int:

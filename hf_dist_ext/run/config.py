@@ -183,15 +183,7 @@ class RunConfig:
         None, "Also ignore negatives that score above the positive's score minus this margin."
     )
     cross_device_negatives: bool = option(True, "The documents of all processes are negatives, not only one's own.")
-    cross_device_exchange: Literal["auto", "gather", "ring"] = option(
-        "auto",
-        "How infonce meets them. 'gather': every process holds all. 'ring': they go round, each process holds two "
-        "others' at most, a fourth product is computed. 'auto': the ring where gathered ones would take over 512 MiB.",
-    )
     in_batch_negatives: bool = option(True, "False: infonce has a row's own hard negatives alone as negatives.")
-    bf16_products: bool = option(
-        False, "infonce multiplies embeddings rounded to bfloat16, and sums in float32. Meant for CUDA devices."
-    )
 
 
 # Fields of sentence-transformers' arguments, for scripts. A run file says the same in its own words.
@@ -230,7 +222,7 @@ _POSITIVE = (
     "num_processes projection_dim eval_holdout max_length max_train_samples max_eval_samples save_total_limit "
     "generate_max_new_tokens lora_r "
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps eval_accumulation_steps "
-    "gradient_cache_chunk_size gradient_cache_chunk_tokens gradient_cache_chunk_patches gradient_cache_width_multiple "
+    "gradient_cache_chunk_size gradient_cache_chunk_tokens gradient_cache_chunk_patches "
     "torch_empty_cache_steps ddp_timeout ddp_bucket_cap_mb max_nonfinite_steps "
     "sharding_group_size ddp_power_sgd_rank lr_base_batch_size profile_steps max_bad_rows "
     "early_stopping_patience"

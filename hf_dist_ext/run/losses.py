@@ -21,8 +21,7 @@ LATE = "late_interaction"
 OWN = ("infonce", "siglip", LATE)
 INFONCE_FIELDS = (
     "temperature", "learnable_temperature", "symmetric", "matryoshka_dims", "matryoshka_weights",
-    "mask_false_negatives", "false_negative_margin", "cross_device_negatives", "cross_device_exchange",
-    "bf16_products", "in_batch_negatives",
+    "mask_false_negatives", "false_negative_margin", "cross_device_negatives", "in_batch_negatives",
 )  # fmt: skip
 MATRYOSHKA = "MatryoshkaLoss"  # the loss around another one
 

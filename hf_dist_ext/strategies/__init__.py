@@ -8,7 +8,7 @@ one runs: a new one is a file of its own and a line there. `sparse.py` lets DDP 
 models can be split, `plans.py` how, `adapters.py` splits what LoRA adds to them, and `mesh.py` says which ranks make a
 pipeline or split a layer.
 
-`gathering.py` gathers rows with gradients, `ragged.py` rows of many vectors, `ring.py` sends blocks of rows round,
-`collectives.py` is what all ranks do together beside, `tensors.py` is for tensors of which a process holds a part,
-`layers.py` finds a model's layers, and `consensus.py` makes every rank see the error of one.
+`gathering.py` gathers rows with gradients, `collectives.py` is what all ranks do together beside, `tensors.py` is for
+tensors of which a process holds a part, `layers.py` finds a model's layers, and `consensus.py` makes every rank see
+the error of one.
 """

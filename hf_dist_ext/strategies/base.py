@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
+from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import Embeddings, Encode, Passes, Phase, PhaseContext, encode_without_graph
-from hf_dist_ext.engine.outputs import Output
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.gathering import Rows
@@ -41,7 +40,6 @@ class Strategy:
     can_redo = True  # an error inside a forward or backward leaves nothing behind, so the step can be run again
     waits_for_all = False  # gradients are complete only when one of every trainable parameter has come
     holds_gradients = True  # until the update; else the wrapper has used them up in the last backward
-    adds_up_in_grad = True  # the gradients of several backwards, in `.grad` of the model's parameters
     keeps_float32 = False  # trains copies of its own of weights in half precision
     casts_to: str | None = None  # the precision that an engine puts all weights into, whatever they were loaded in
     is_cut = False  # a rank has some layers of the model and no others
@@ -116,9 +114,10 @@ class Strategy:
         generators = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
         generators.manual_seed(own)
 
-    def check(self, has_loss_parameters: bool, has_budget: bool) -> None:
+    def check(self, has_loss_parameters: bool, is_automatic: bool) -> None:
         """UsageError for what can not be exact with a loss over embeddings. `has_loss_parameters`: the loss trains
-        some of its own; `has_budget`: memory is measured to find the size of chunks."""
+        some of its own; `is_automatic`: the size
+        of chunks, or the number of kept graphs."""
 
     def arrange(self, optimizer: torch.optim.Optimizer) -> None:
         """When Trainer has made it: gives all ranks groups of parameters that mean the same."""
@@ -145,7 +144,7 @@ class Strategy:
         """UsageError when a step would keep more graphs alive than may be."""
 
     def bare_to_try(self, model: nn.Module) -> nn.Module | None:
-        """The model in its wrapper, on which a step can be tried out without a collective; None: not needed, or not
+        """The model in its wrapper, on which chunks can be tried out without a collective; None: not needed, or not
         possible."""
         return None
 
@@ -201,10 +200,6 @@ class Strategy:
     def encoded(self, batch: ChunkedBatch, encode: Encode, phase: PhaseContext) -> Embeddings:
         """Embeddings of an evaluation, on every rank."""
         return encode_without_graph(batch, encode, phase)
-
-    def encoded_chunk(self, chunk: Chunk, encode: Encode) -> Output:
-        """One chunk alone, on every rank."""
-        return encode(chunk)
 
     @contextmanager
     def training(self) -> Iterator[None]:

@@ -12,18 +12,15 @@ rows of their own).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
-from hf_dist_ext.engine.ring import Ring
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.strategies.ragged import GatheredOutputs
-from hf_dist_ext.strategies.ring import visits
 from hf_dist_ext.strategies.tensors import held_here
 
 
@@ -65,35 +62,22 @@ class Rows:
         groups = zip(*[iter(everyone)] * self.shared_by, strict=True)
         return all(len(set(group)) == 1 for group in groups)
 
-    def gather(self, own: torch.Tensor, counts: Iterable[int], begun: Gathering | None = None) -> torch.Tensor:
+    def gather(self, own: torch.Tensor, counts: Iterable[int]) -> torch.Tensor:
         """(B, ...) -> (N, ...) in rank order, differentiable: what all ranks say about a row is summed at its owner.
 
-        `counts` holds every rank's number of rows. One all-gather forward, one reduce-scatter backward. `begun`: the
-        all-gather of these rows that runs already.
+        `counts` holds every rank's number of rows. One all-gather forward, one reduce-scatter backward.
         """
-        return own if self.size == 1 else _GatherRows.apply(own, tuple(counts), self, begun)
+        return own if self.size == 1 else _GatherRows.apply(own, tuple(counts), self)
 
-    def ring(self, counts: Mapping[str, list[int]]) -> Ring:
-        """counts: column -> every rank's number of rows."""
-        return Ring(
-            rank=self.index,
-            counts=counts,
-            visits=lambda own, heights: visits(own, heights, self.index, self.peers),
-            gather=torch.no_grad()(self.gather),
-        )
-
-    def gather_output(
-        self,
-        own: torch.Tensor | Mapping[str, torch.Tensor],
-        counts: Sequence[int],
-        begun: Gathering | None = None,
-        lengths: np.ndarray | None = None,
-    ) -> torch.Tensor | GatheredOutputs:
-        """The same of what a row encodes to, one tensor or several. `lengths`: of own rows (strategies/ragged.py)."""
-        if isinstance(own, torch.Tensor):
-            return self.gather(own, counts, begun)
-        exchange = lambda numbers: self.one_of_each(collectives.exchange(numbers))  # noqa: E731
-        return GatheredOutputs(self.gather, own, counts, exchange, lengths)
+    def gather_outputs(self, own: Mapping[str, torch.Tensor], counts: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The same of several outputs per row. Token vectors and their mask are padded at the end with zeros, to the
+        width of the rank with the longest row."""
+        widths = [tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in own.values()]
+        widest = map(max, zip(*collectives.exchange(widths), strict=True))
+        return {
+            key: self.gather(pad(one, (0, 0) * (one.dim() - 2) + (0, width - one.shape[1])) if width else one, counts)
+            for (key, one), width in zip(own.items(), widest, strict=True)
+        }
 
     def gather_ids(
         self, ids: Mapping[str, torch.Tensor], counts: Mapping[str, list[int]], anchor: str
@@ -151,31 +135,16 @@ class Rows:
             parameter.grad = gradient
 
 
-class Gathering:
-    """An all-gather that runs beside other work until it is waited for. It keeps what it sends alive as long."""
-
-    def __init__(self, own: torch.Tensor, counts: Sequence[int], peers: Any):
-        most = max(counts)
-        padded = own if len(own) == most else torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
-        self._counts, self._own = counts, padded.contiguous()
-        self._everyone = own.new_empty(len(counts) * most, *own.shape[1:])
-        self._work = collectives.all_gather(self._everyone, self._own, group=peers, async_op=True)
-
-    def wait(self) -> torch.Tensor:
-        """(N, ...), once."""
-        self._work.wait()
-        counts, everyone = self._counts, self._everyone
-        del self._own, self._everyone
-        if min(counts) == max(counts):
-            return everyone  # (W*B, ...)
-        return torch.cat([part[:count] for part, count in zip(everyone.split(max(counts)), counts, strict=True)])
-
-
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, own: torch.Tensor, counts: tuple[int, ...], rows: Rows, begun: Gathering | None) -> torch.Tensor:
-        ctx.counts, ctx.rows = counts, rows
-        return (begun or Gathering(own, counts, rows.peers)).wait()
+    def forward(ctx, own: torch.Tensor, counts: tuple[int, ...], rows: Rows) -> torch.Tensor:
+        ctx.counts, ctx.rows, most = counts, rows, max(counts)
+        padded = own if len(own) == most else torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
+        everyone = own.new_empty(len(counts) * most, *own.shape[1:])
+        collectives.all_gather(everyone, padded.contiguous(), group=rows.peers)
+        if min(counts) == most:
+            return everyone  # (W*B, ...)
+        return torch.cat([part[:count] for part, count in zip(everyone.split(most), counts, strict=True)])
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
@@ -187,72 +156,31 @@ class _GatherRows(torch.autograd.Function):
             gradient = padded.flatten(0, 1)
         own = gradient.new_empty(most, *gradient.shape[1:])
         collectives.reduce_scatter(own, gradient.contiguous(), group=ctx.rows.peers)
-        return own[: counts[ctx.rows.index]], None, None, None
-
-
-class EarlyGather:
-    """Columns of a step that are gathered while others are encoded.
-
-    Args:
-        order: the columns, as all ranks send them: a column waits for its turn. Those that the loss has read before
-            (`GatheredColumns.asked`).
-        counts: column -> every rank's number of rows.
-    """
-
-    def __init__(self, rows: Rows, order: Sequence[str], counts: Mapping[str, list[int]]):
-        self._rows, self._left, self._counts = rows, list(order), counts
-        self._ready: dict[str, torch.Tensor] = {}
-        self.begun: dict[str, Gathering] = {}
-
-    def add(self, column: str, rows: torch.Tensor) -> None:
-        """A column (R, D) that is whole. The loss has it in float32, at least."""
-        if column in self._left:
-            own = rows[: self._counts[column][self._rows.index]]
-            self._ready[column] = own.float() if own.dtype.itemsize < 4 else own
-        while self._left and self._left[0] in self._ready:
-            name = self._left.pop(0)
-            self.begun[name] = Gathering(self._ready.pop(name), self._counts[name], self._rows.peers)
+        return own[: counts[ctx.rows.index]], None, None
 
 
 class GatheredColumns(Mapping):
     """column -> (N, D), or of several outputs per row key -> (N, ...), gathered when first asked for: a column that
-    the loss never reads is never sent, and none where the loss takes the `ring`.
+    the loss never reads is never sent.
 
-    Every rank runs the same loss and so asks for the same columns in the same order. `begun`: those whose all-gather
-    runs already; `asked`: those that were asked for; `lengths`: column -> of own rows (strategies/ragged.py).
+    Every rank runs the same loss and so asks for the same columns in the same order.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        own: Mapping[str, Any],
-        counts: Mapping[str, list[int]],
-        begun: Mapping[str, Gathering] | None = None,
-        lengths: Callable[[str], np.ndarray | None] = lambda column: None,
-    ):
-        self._rows, self._own, self._counts, self._begun = rows, own, counts, dict(begun or {})
-        self._lengths = lengths
+    def __init__(self, rows: Rows, own: Mapping[str, Any], counts: Mapping[str, list[int]]):
+        self._rows, self._own, self._counts = rows, own, counts
         self._gathered: dict[str, Any] = {}
 
     @property
-    def asked(self) -> frozenset[str]:
-        return frozenset(self._gathered)
+    def starts(self) -> dict[str, int]:
+        """Column -> where this rank's rows begin among those of all."""
+        return {name: sum(of_ranks[: self._rows.index]) for name, of_ranks in self._counts.items()}
 
-    @property
-    def ring(self) -> Ring:
-        """For a loss that lets candidates go round: no column is gathered then."""
-        return self._rows.ring(self._counts)
-
-    def __getitem__(self, column: str) -> torch.Tensor | GatheredOutputs:
+    def __getitem__(self, column: str) -> torch.Tensor | dict[str, torch.Tensor]:
         if column not in self._gathered:
-            own, begun = self._own[column], self._begun.pop(column, None)
-            self._gathered[column] = self._rows.gather_output(own, self._counts[column], begun, self._lengths(column))
+            own = self._own[column]
+            gather = self._rows.gather if isinstance(own, torch.Tensor) else self._rows.gather_outputs
+            self._gathered[column] = gather(own, self._counts[column])
         return self._gathered[column]
-
-    def finish(self) -> None:
-        """Wait for what was begun and nobody has asked for."""
-        while self._begun:
-            self._begun.popitem()[1].wait()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._own)

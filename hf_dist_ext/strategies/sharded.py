@@ -24,7 +24,7 @@ from hf_dist_ext.strategies.tensors import held_here, num_parts
 
 class Sharded(Strategy):
     forwards_are_collective = True
-    can_redo = adds_up_in_grad = False
+    can_redo = False
 
     def start(
         self, model: nn.Module, mode: str, loss_parameters: Sequence[nn.Parameter], optimizer: Any, has_towers: bool

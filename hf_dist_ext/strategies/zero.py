@@ -33,7 +33,7 @@ from hf_dist_ext.strategies.tensors import bare_optimizer, num_elements
 class ZeRO(Strategy):
     """DeepSpeed's engine, all stages."""
 
-    can_redo = holds_gradients = adds_up_in_grad = False
+    can_redo = holds_gradients = False
     keeps_float32 = has_engine = True
     optimizer_file = "global_step*"
     pads_rows = "it was not compared with padded rows under DeepSpeed"
@@ -200,7 +200,7 @@ class ZeRO(Strategy):
 
     # ---- (6) ----
 
-    def check(self, has_loss_parameters: bool, has_budget: bool) -> None:
+    def check(self, has_loss_parameters: bool, is_automatic: bool) -> None:
         if has_loss_parameters:
             self.check_optimizer("learnable_temperature")
         if has_loss_parameters and self.plugin.hf_ds_config.is_offload():
@@ -208,7 +208,7 @@ class ZeRO(Strategy):
                 "learnable_temperature does not work with DeepSpeed's offloading, whose optimizer steps on the CPU "
                 "only. Use a fixed temperature, or a preset that does not offload."
             )
-        if has_budget:
+        if is_automatic:
             raise UsageError(
                 'an automatic chunk size or number of graphs ("auto") is not measured under DeepSpeed. Give '
                 "gradient_cache_chunk_size or gradient_cache_chunk_tokens, and gradient_cache_keep_graph, as numbers."

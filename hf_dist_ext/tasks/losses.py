@@ -20,7 +20,7 @@ from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 
 # Those of this project with options of their own.
 OWN = {
-    "siglip": (SigmoidLoss, ("scale", "bias", "learnable", "mask_false_negatives", "cross_device_exchange")),
+    "siglip": (SigmoidLoss, ("scale", "bias", "learnable", "mask_false_negatives")),
     LATE: (LateInteractionLoss, ("temperature", "mask_false_negatives", "queries_per_tile", "documents_per_tile")),
 }
 

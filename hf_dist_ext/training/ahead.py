@@ -24,7 +24,7 @@ from hf_dist_ext.data.collator import CUTS, RESERVED
 from hf_dist_ext.data.mixture import SOURCE
 from hf_dist_ext.engine.budget import widened
 from hf_dist_ext.engine.chunks import ChunkedBatch
-from hf_dist_ext.engine.layout import have_many_chunks, lay_out
+from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training import packing
@@ -110,17 +110,11 @@ class Cutter:
     def cut(self, batch: Batch, request: CutRequest) -> Cuts:
         return self._decided(lay_out(batch, request.limits, **self.options), request)
 
-    def cut_again(self, cuts: Cuts, batch: Batch, request: CutRequest) -> Cuts:
-        """The same sorted rows as now asked for; or the batch, where other limits keep columns apart or together."""
+    def cut_again(self, cuts: Cuts, request: CutRequest) -> Cuts:
+        """The same sorted rows as now asked for."""
         if cuts.request.limits != request.limits:
-            if self._keeps_apart(cuts, cuts.request.limits) != self._keeps_apart(cuts, request.limits):
-                return self.cut(batch, request)
             return self._decided(cuts.chunked.within(request.limits), request)
         return cuts if cuts.request == request else self._widened(cuts.chunked, request)
-
-    def _keeps_apart(self, cuts: Cuts, limits: ChunkLimits) -> bool:
-        tables, counts = cuts.chunked.tables, cuts.chunked.row_counts()
-        return self.options.get("separates_columns", False) and have_many_chunks(tables, len(counts), limits)
 
     def _decided(self, chunked: ChunkedBatch, request: CutRequest) -> Cuts:
         return self._widened(packing.decided(chunked, self.packing) if request.limits.packs else chunked, request)

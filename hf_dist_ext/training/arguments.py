@@ -38,8 +38,9 @@ class DistTrainingArguments(TrainingArguments):
     gradient_cache_chunk_size: int | str | None = option(
         None,
         "Rows per chunk of the gradient cache: activation memory is that of one chunk whatever the batch. 'auto' "
-        "finds it in the first steps. Null: no cache unless gradient_cache_chunk_tokens or _patches is set. In a "
-        "pipeline without a loss over embeddings: rows of a batch that go through the stages together.",
+        "finds it in the first steps; on a CPU it is a fixed number of tokens, by the model's layers and their width. "
+        "Null: no cache unless gradient_cache_chunk_tokens or _patches is set. In a pipeline without a loss over "
+        "embeddings: rows of a batch that go through the stages together.",
     )
     gradient_cache_chunk_tokens: int | None = option(
         None, "Tokens per chunk, padding included; alone or together with gradient_cache_chunk_size."
@@ -57,16 +58,12 @@ class DistTrainingArguments(TrainingArguments):
         None,
         "Chunks whose graph is kept from the first pass instead of being encoded twice; 'auto' keeps as many as the "
         "memory budget holds. With all kept a step costs what it costs without the cache. Null: 'auto' on an "
-        "accelerator whose chunk size is 'auto', else 0.",
+        "accelerator whose chunk size is 'auto', else 0. On a CPU 'auto' is 0.",
     )
     gradient_cache_memory_gib: float | None = option(
         None,
         "Memory that 'auto' plans a step with, beside weights and optimizer state: gradients, gathered weights, "
-        "activations. Null: what an accelerator has free less 5 %; on a CPU (activations only) 1 GiB, or a quarter of "
-        "the free memory where that is less.",
-    )
-    gradient_cache_width_multiple: int = option(
-        8, "Chunk widths are rounded up to a multiple of this many tokens, so that kernels see few shapes."
+        "activations. Null: what an accelerator has free less 5 %; on a CPU (activations only) 1 GiB.",
     )
     gradient_cache_sort: bool = option(
         True, "Sort the rows of a batch by length before cutting it; false trims neighbours only."
@@ -259,8 +256,7 @@ class DistTrainingArguments(TrainingArguments):
     save_async: bool = option(
         False,
         "Training goes on while a checkpoint is written, from a copy in the CPU's memory. It counts once it is "
-        "complete; the next save, the end and a preemption wait for it. A save whose copy does not fit into memory "
-        "is made while training waits. Not with DeepSpeed.",
+        "complete; the next save, the end and a preemption wait for it. Not with DeepSpeed.",
     )
     save_full_model: bool = option(
         False,

@@ -176,8 +176,9 @@ def check(run: Any) -> None:
         warn_of_precision(args, run.model, strategy.keeps_float32)
     if loss is not None:
         loss_state.check_optimizer(loss, run.optimizer, run.lr_scheduler)
-        strategy.check(bool(run.loss_parameters()), run.chunk_budget is not None)
-        compiling.check(run.accelerator.state.dynamo_plugin, strategy)
+        is_automatic = "auto" in (args.gradient_cache_chunk_size, args.num_kept_graphs)
+        strategy.check(bool(run.loss_parameters()), is_automatic)
+        compiling.check(run.accelerator.state.dynamo_plugin)
         if args.uses_gradient_cache:
             _check_model(run.model, args)
         _check_outputs(model, loss)

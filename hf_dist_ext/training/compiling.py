@@ -2,18 +2,14 @@
 
 Dynamo makes graphs that take any number of rows and tokens, from the first chunk on. By itself it makes one for the
 first shape, others once rows and tokens have differed, and, as accelerate's launcher tells it, one for every shape:
-past its limit it then runs uncompiled. Chunks have few shapes all the same (engine/chunks.py): CUDA graphs are
-recorded for each of them.
-
-A CUDA graph writes its results into the same memory at every replay. Embeddings are copied from there (step.py), and
-so are the gradients to which those of later chunks are added (`own_gradients`).
+past its limit it then runs uncompiled.
 
 liger-kernel's fused kernels are the other way to fewer launches, also of packed chunks (`fused_kernels`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,10 +21,8 @@ from transformers.utils import logging
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.packing import leave_uncompiled
-from hf_dist_ext.policy import records_cuda_graphs, width_in_buckets
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy, meanwhile
-from hf_dist_ext.training.packing import has_prompt_tokens
 
 logger = logging.get_logger(__name__)
 
@@ -42,8 +36,7 @@ def prepare(args: Any, plugin: TorchDynamoPlugin) -> None:
     """Before there is an `Accelerator`: what its plugin compiles with. An accelerate YAML can ask for it too."""
     if plugin.backend == DynamoBackend.NO:
         return
-    args.torch_compile, args.torch_compile_mode = True, plugin.mode
-    args.torch_compile_backend = plugin.backend.value.lower()
+    args.torch_compile = True
     leave_uncompiled()
     plugin.dynamic = plugin.backend != DynamoBackend.NEURON  # which fails to compile for any shape
     from torch._dynamo import config as dynamo  # takes a second
@@ -58,16 +51,17 @@ def prepare(args: Any, plugin: TorchDynamoPlugin) -> None:
         torch.set_float32_matmul_precision("high")
 
 
-def check(plugin: TorchDynamoPlugin, strategy: Strategy) -> None:
-    """UsageError where gradients of several chunks would be added up in the memory of a CUDA graph."""
+def check(plugin: TorchDynamoPlugin) -> None:
+    """Raises UsageError where CUDA graphs are asked for: each is for chunks of one shape, and a replay writes over the
+    embeddings and gradients of the chunk before."""
     backend, is_on = plugin.backend.value.lower(), plugin.backend != DynamoBackend.NO
-    if is_on and records_cuda_graphs(plugin.mode, backend) and not strategy.adds_up_in_grad:
-        by_mode = records_cuda_graphs(plugin.mode, None)
+    by_mode = plugin.mode in ("reduce-overhead", "max-autotune")
+    if is_on and (by_mode or backend == "cudagraphs"):
         asked = f'torch_compile_mode="{plugin.mode}"' if by_mode else f'torch_compile_backend="{backend}"'
         raise UsageError(
-            f"{asked} replays CUDA graphs, and FSDP and DeepSpeed keep the gradients of a step's first chunk where "
-            'the replay for the next chunk writes over them. Use torch_compile_backend "inductor" with '
-            'torch_compile_mode "default" or "max-autotune-no-cudagraphs", or one process or multi_gpu_ddp.'
+            f"{asked} replays CUDA graphs, each of which is for one shape, and chunks of a loss over embeddings have "
+            'many. Use torch_compile_backend "inductor" with torch_compile_mode "default" or '
+            '"max-autotune-no-cudagraphs".'
         )
 
 
@@ -90,29 +84,9 @@ def scores_in_float32(args: Any) -> Iterator[None]:
         torch.set_float32_matmul_precision("high")
 
 
-@contextmanager
-def own_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Around a backward to whose gradients later ones are added.
-
-    The first gradient of a parameter is the very tensor that the backward returned. Where that was a CUDA graph, the
-    next replay writes over it (torch 2.13, torch/_inductor/cudagraph_trees.py, `format_dealloc_msg`). Remove when
-    inductor returns tensors of their own.
-    """
-    first = [parameter for parameter in parameters if parameter.requires_grad and parameter.grad is None]
-    yield
-    for parameter in first:
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad.clone()
-
-
-def has_buckets(args: Any, model: nn.Module) -> bool:
-    """Whether chunks have few shapes. Not where tokens of adapters take an unknown part of the model's positions."""
-    return args.torch_compile and not has_prompt_tokens(model)
-
-
-def announce(args: Any, strategy: Strategy, model: nn.Module, packs: bool) -> None:
-    """On rank 0 one line before the first steps, which compile for minutes in silence. `model`: without wrappers.
-    `packs`: its chunks may be packed, whose pooling, and often attention, is in no graph."""
+def announce(args: Any, strategy: Strategy, packs: bool) -> None:
+    """On rank 0 one line before the first steps, which compile for minutes in silence. `packs`: chunks may be packed,
+    whose pooling, and often attention, is in no graph."""
     if not args.torch_compile or collectives.rank() != 0:
         return
     graphs = "1 graph" if not args.uses_gradient_cache else "2 graphs (without gradients, and with them)"
@@ -120,10 +94,6 @@ def announce(args: Any, strategy: Strategy, model: nn.Module, packs: bool) -> No
     parts = " for each of its parts, of which layers that are alike are one" if has_parts else ""
     text = f"torch_compile: the first steps compile, which may take minutes. Expected are {graphs}{parts}, "
     text += "for chunks of any shape, and a few more where sizes need other kernels."
-    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if records_cuda_graphs(args.torch_compile_mode, None) and has_buckets(args, model) and longest:
-        widths = {width_in_buckets(tokens, args.gradient_cache_width_multiple) for tokens in range(1, longest + 1)}
-        text += f" CUDA graphs are recorded for each shape of a chunk, which has one of {len(widths)} widths."
     logger.warning(text)
 
 

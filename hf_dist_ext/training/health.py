@@ -75,8 +75,6 @@ class Health(TrainerCallback):
         self._answers: Callable[[], torch.Tensor] | None = None  # of all ranks, while they are gathered
         self._stop_at_step: int | None = None
         self._put_off: set[str] = set()
-        self.evaluation_is_due = self.makes_up = False  # a signal has interrupted it; it runs after the resume
-        self.evaluation_follows = False  # after what the step saves: that of its epoch
         self._num_evaluation_batches = 0
         if run.has_own_arguments:
             set_collective_timeout(run.args.ddp_timeout)
@@ -86,7 +84,7 @@ class Health(TrainerCallback):
         """Whether it must be one of the trainer's callbacks, which without our fields are those of Trainer."""
         options = self.run.options
         asked = options.step_timeout is not None or options.save_async or self.bad_rows.limit is not None
-        return asked or self.guard is not None or self.stop is not None or self.args.eval_strategy == "epoch"
+        return asked or self.guard is not None or self.stop is not None
 
     @property
     def is_update_skipped(self) -> bool:
@@ -99,7 +97,7 @@ class Health(TrainerCallback):
     def running(self, is_search: bool) -> Iterator[None]:
         """Around `train()`. A search of hyperparameters has its trials in folders of their own."""
         end_with_launcher()
-        self.was_preempted, self._stop_at_step, self._put_off, self.evaluation_is_due = False, None, set(), False
+        self.was_preempted, self._stop_at_step, self._put_off = False, None, set()
         self._answers, self._loss_of_update, self.inputs, self._replays = None, None, [], []
         self._allowed, self.replay_error = 0.0, None
         if self.guard is not None:
@@ -222,11 +220,10 @@ class Health(TrainerCallback):
         wrong = [rank for rank, (error, bound) in enumerate(zip(errors, most, strict=True)) if error > bound]
         if wrong:
             rank = max(wrong, key=errors.__getitem__)
-            own = max((one.worst() for one in replays), default=(0.0, 0, ""), key=lambda worst: worst[0])
-            _, number, place = collectives.everyones(own)[rank]
+            own = max((one.worst() for one in replays), default=(0.0, ""), key=lambda worst: worst[0])
+            _, place = collectives.everyones(own)[rank]
             place = f"rank {rank}: {place}" if collectives.world_size() > 1 else place
-            causes = self.run.step.causes_of_replay_error(self.run.model_wrapped, number, most[rank])
-            self.end_for_replay_error(step, errors[rank], most[rank], place, causes)
+            self.end_for_replay_error(step, errors[rank], most[rank], place)
 
     def for_log(self) -> dict[str, float]:
         found = {"nonfinite_steps": self.guard.total if self.guard is not None else 0, "bad_rows": self.bad_rows.count}
@@ -246,18 +243,15 @@ class Health(TrainerCallback):
             return
         if any(row[0] for row in collectives.exchange([int(self.stop.received is not None)])):
             logger.warning("asked to stop: the evaluation is left.")
-            self._stop_at_step, self.was_preempted, self.evaluation_is_due = state.global_step, True, True
+            self._stop_at_step, self.was_preempted = state.global_step, True
             raise LeaveEvaluation
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """After a step whose update was skipped evaluation, checkpoint and stop wait for the next one that is not. A
-        run that is asked to stop saves and ends, in place of an evaluation, which its resume makes up for."""
+        run that is asked to stop saves and ends, in place of an evaluation."""
         self.run.keeper.background.collect()
         if not self.is_update_skipped:
             self.run.keeper.prove(state.global_step, state.best_model_checkpoint)
-        is_last = control.should_training_stop or float(state.epoch).is_integer()
-        ends_epoch = args.eval_strategy == "epoch" and is_last
-        self.evaluation_follows = ends_epoch and not control.should_evaluate  # this is called once more then
         if self.is_update_skipped:
             if not control.should_training_stop:
                 self._put_off |= {name for name in ("should_evaluate", "should_save") if getattr(control, name)}
@@ -268,7 +262,6 @@ class Health(TrainerCallback):
             setattr(control, name, True)
         self._put_off = set()
         if self._stop_at_step is not None:
-            self.evaluation_is_due |= not self.was_preempted and (control.should_evaluate or ends_epoch)
             control.should_training_stop, control.should_evaluate = True, False
             control.should_save = not self.was_preempted  # it is called once more at the end of the epoch
             self.was_preempted = True
@@ -375,14 +368,9 @@ class BadRowCount:
 
 class EarlyStop(EarlyStoppingCallback):
     """Trainer's, whose count goes on at a resume. An evaluation without the figure (one of several datasets) does not
-    count, nor does one before the first update: at a resume it is of weights that were evaluated before, unless it
-    is made up."""
+    count, nor does one before the first update: at a resume it is of weights that were evaluated before."""
 
     started_at = 0  # update
-
-    def __init__(self, patience: int, health: Health):
-        super().__init__(patience)
-        self.health = health
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         super().on_train_begin(args, state, control, **others)
@@ -398,5 +386,5 @@ class EarlyStop(EarlyStoppingCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict, **others: Any) -> None:
         has_figure = f"eval_{args.metric_for_best_model.removeprefix('eval_')}" in metrics
-        if has_figure and (state.global_step > self.started_at or self.health.makes_up):
+        if has_figure and state.global_step > self.started_at:
             super().on_evaluate(args, state, control, metrics, **others)

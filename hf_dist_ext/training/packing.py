@@ -16,7 +16,6 @@ from transformers.utils import logging
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedder import embedder_of
-from hf_dist_ext.policy import records_cuda_graphs
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
 
@@ -49,8 +48,6 @@ def may_pack(args: Any, model: nn.Module, strategy: Strategy) -> bool:
 
 
 def _why_padded(args: Any, model: nn.Module, strategy: Strategy) -> str | None:
-    if args.torch_compile and records_cuda_graphs(args.torch_compile_mode, args.torch_compile_backend):
-        return "CUDA graphs are recorded for few shapes of chunks, which padding gives them"
     if strategy.pads_rows:
         return strategy.pads_rows
     if getattr(args, "neftune_noise_alpha", None) is not None:

@@ -8,19 +8,14 @@ alone, and what saving writes into a model's configuration on the rank that save
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_dist_ext.checkpoints.resume import OF_A_SCALE
 from hf_dist_ext.data.fingerprint import content_digest
 from hf_dist_ext.data.tokens import tokens_depend_on
-from hf_dist_ext.models.adapters import adapters_of
-from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.run.fields import is_secret
 from hf_dist_ext.strategies import collectives, consensus
 from hf_dist_ext.strategies.tensors import is_split
@@ -33,12 +28,6 @@ OF_A_MACHINE = frozenset(
     "dataloader_persistent_workers frozen_feature_cache".split()
 )
 WRITTEN_BY_SAVING = ("config.architectures", "config.dtype")
-OF_A_STEP = (
-    "bf16 fp16 max_grad_norm lr_scheduler_type lr_scheduler_kwargs warmup_steps label_smoothing_factor "
-    "neftune_noise_alpha"
-).split()
-OF_A_FUNCTION = re.compile("act|heads|drop|eps|rope|softcap|window")  # fields of a config that change no shape
-OF_ADAPTERS = (*OF_A_SCALE, "lora_dropout")
 SAMPLED_NUMBERS = 1024  # of a tensor
 
 
@@ -68,33 +57,6 @@ def check(
             f"the weight {name}": _of_tensor(tensor) for name, tensor in model.state_dict(keep_vars=True).items()
         }
     consensus.check_same(facts)
-
-
-def settings(args: Any, collator: Any, model: nn.Module) -> dict[str, Any]:
-    """What a step computes with beside weights, loss and rates, for a manifest: a resume says what of it was edited.
-    `model`: the bare one. Nothing here depends on the machines or on how the model is spread over them. Every rank
-    calls it."""
-    from hf_dist_ext.models import from_run
-
-    given = args.to_dict()
-    found = {name: given[name] for name in OF_A_STEP if name in given}
-    for name in ("columns", "prompts", "max_length"):  # a collator of the user's may mean something else by them
-        found[name] = getattr(collator, name, None) if type(collator).__module__.startswith("hf_dist_ext.") else None
-    config = getattr(getattr(model, "transformers_model", None) or model, "config", None)
-    if hasattr(config, "to_dict"):
-        found |= {name: value for name, value in config.to_dict().items() if OF_A_FUNCTION.search(name)}
-    if is_of_sentence_transformers(model):
-        own = from_run.settings_of(model)
-        for module in model:
-            found |= {"pooling": module.pooling_mode} if hasattr(module, "pooling_mode") else {}
-        found |= own["reads"] if found["max_length"] is None else {}
-    for adapter, options in adapters_of(model).items():
-        start = "" if adapter == "default" else f"{adapter}."
-        found |= {f"{start}{name}": getattr(options, name, None) for name in OF_ADAPTERS}
-    of_all: dict[str, Any] = {}
-    for of_one in consensus.together(lambda: json.loads(json.dumps(_comparable(found)))):
-        of_all |= of_one  # one rank of a pipeline has the pooling
-    return of_all
 
 
 def _comparable(fields: Any) -> Any:

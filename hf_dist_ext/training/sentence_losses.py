@@ -34,7 +34,7 @@ from hf_dist_ext.engine.manual_gradient import with_gradients
 from hf_dist_ext.engine.outputs import Output, tensors_of
 from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.evaluation.token_vectors import VECTORS
+from hf_dist_ext.evaluation.token_vectors import MASK, VECTORS
 from hf_dist_ext.run.losses import (
     ALL_PAIRS,
     CLASSES,
@@ -48,7 +48,6 @@ from hf_dist_ext.run.losses import (
     SEES_MODEL,
     WITHOUT_LABEL,
 )
-from hf_dist_ext.strategies.ragged import MASK
 from hf_dist_ext.training.losses_by_name import guarded, library, made, name_of
 
 GUIDE_ROWS = 32  # that a guide encodes at once, unless told otherwise

@@ -42,33 +42,6 @@ ORDER = (
 
 # What holds losses and is none itself.
 AROUND_OTHERS = ("SentenceTransformersLoss", "SumOfLosses", "LossPerSource")
-# What is ours -> key, title, authors, arXiv number and class of the paper that it is of.
-PAPERS = {
-    "InfoNCELoss": (
-        "oord2018representation", "Representation Learning with Contrastive Predictive Coding",
-        "Aaron van den Oord and Yazhe Li and Oriol Vinyals", "1807.03748", "cs.LG",
-    ),
-    "SigmoidLoss": (
-        "zhai2023sigmoid", "Sigmoid Loss for Language Image Pre-Training",
-        "Xiaohua Zhai and Basil Mustafa and Alexander Kolesnikov and Lucas Beyer", "2303.15343", "cs.CV",
-    ),
-    "LateInteractionLoss": (
-        "khattab2020colbert",
-        "ColBERT: Efficient and Effective Passage Search via Contextualized Late Interaction over BERT",
-        "Omar Khattab and Matei Zaharia", "2004.12832", "cs.IR",
-    ),
-    "Matryoshka": (
-        "kusupati2022matryoshka", "Matryoshka Representation Learning",
-        "Aditya Kusupati and Gantavya Bhatt and Aniket Rege and Matthew Wallingford and Aditya Sinha and Vivek "
-        "Ramanujan and William Howard-Snyder and Kaifeng Chen and Sham Kakade and Prateek Jain and Ali Farhadi",
-        "2205.13147", "cs.LG",
-    ),
-    "Gradient cache": (
-        "gao2021scaling", "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
-        "Luyu Gao and Yunyi Zhang and Jiawei Han and Jamie Callan", "2101.06983", "cs.LG",
-    ),
-}  # fmt: skip
-
 # Methods of their trainer that a subclass may have, and which DistTrainer never calls -> what says the same to it.
 HOOKS = {
     "get_batch_sampler": "args.batch_sampler, a function that makes one",
@@ -224,7 +197,6 @@ def add_card(trainer: Any, given: Mapping[str, Any]) -> bool:
             random.setstate(drawn)
     _leave_pictures_out(card)
     card.set_losses(parts_of(trainer.loss))
-    card.citations |= own_citations(trainer.loss, trainer.args.uses_gradient_cache)
     card.tags = [tag for tag in card.tags if tag.removeprefix("loss:") not in AROUND_OTHERS]
     return True
 
@@ -239,21 +211,6 @@ def parts_of(loss: Any) -> list[Any]:
             found.append(one)
             waiting = [*getattr(one, "losses", {}).values(), getattr(one, "loss", None), *waiting]
     return [one for one in found if type(one).__name__ not in AROUND_OTHERS]
-
-
-def own_citations(loss: Any, is_cached: bool) -> dict[str, str]:
-    """What of ours is cited -> BibTeX. Losses of sentence-transformers say it themselves."""
-    parts = parts_of(loss)
-    cited = [type(one).__name__ for one in parts]
-    cited += ["Matryoshka"] * any(getattr(one, "matryoshka", None) for one in parts)
-    cited += ["Gradient cache"] * bool(is_cached and parts)
-    return {name: _bibtex(*PAPERS[name]) for name in cited if name in PAPERS}
-
-
-def _bibtex(key: str, title: str, authors: str, number: str, kind: str) -> str:
-    fields = {"title": title, "author": authors, "year": f"20{number[:2]}", "eprint": number, "archivePrefix": "arXiv"}
-    lines = [f"    {name}={{{value}}}" for name, value in {**fields, "primaryClass": kind}.items()]
-    return ",\n".join([f"@misc{{{key}", *lines]) + "\n}"
 
 
 def _without_bar(rows: Any, **options: Any) -> Any:

@@ -8,7 +8,7 @@ size changes a gradient.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -19,40 +19,32 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers.utils import logging
 
-from hf_dist_ext import launched, policy
-from hf_dist_ext.checkpoints import host_memory
+from hf_dist_ext import policy
 from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.data.tokens import without_rows
 from hf_dist_ext.engine.budget import ChunkBudget, longest_row
-from hf_dist_ext.engine.chunks import ChunkedBatch
+from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
 from hf_dist_ext.engine.combined_losses import num_columns_of
 from hf_dist_ext.engine.gradient_cache import REPLAY, Phase
 from hf_dist_ext.engine.outputs import Output, RowSize, tensors_of
 from hf_dist_ext.engine.replay import RandomState
 from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.frozen.encode_once import forward_bytes_per_token, has_frozen_backbone
+from hf_dist_ext.frozen.encode_once import has_frozen_backbone
 from hf_dist_ext.models.embedder import Embedder
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.training import compiling
 from hf_dist_ext.training.ahead import Batch, CutAhead, CutRequest, Cuts, Cutter, SharedCutRequest
-from hf_dist_ext.training.out_of_memory import (
-    ALL_GRAPHS,
-    PLACES,
-    FittingSizes,
-    costliest_chunks,
-    empty_cache,
-    is_lack_of_memory,
-    place_out_of_memory,
-)
+from hf_dist_ext.training.out_of_memory import FittingSizes, empty_cache, is_lack_of_memory
 from hf_dist_ext.training.running import Running
 
 logger = logging.get_logger(__name__)
 
-# Bytes that a step may take on a CPU where nobody says how many: nobody knows what else will need its memory.
-MOST_ON_CPU, SHARE_ON_CPU = 2**30, 0.25
+# On a CPU, where torch counts no memory: GiB that the graph of a chunk may take where nobody says how many, and what a
+# layer keeps of a token for its backward, in hidden sizes (in float32: 16 of ModernBERT, 31 of Qwen3, BERT 22 to 43).
+GIB_ON_CPU, KEPT_BY_LAYER = 1.0, 30
 MOST_PROBES = 20  # of chunks that double
-ALIKE = 1.05  # a step that needs so many times what was tried out, or less, is not tried out again
+ALIKE = 1.05  # chunks of so many times the tokens of those before, or less, are not tried out
+ALL_GRAPHS = 2**31
 
 
 class Layout(NamedTuple):
@@ -62,7 +54,6 @@ class Layout(NamedTuple):
     wide: ChunkedBatch | None  # larger chunks for the pass without a graph
     counts: dict[str, list[int]]  # rows per column and rank
     num_kept: int  # graphs
-    is_larger: bool = False  # clearly, than every step that was tried out, on some rank
     batch: Batch = {}  # what was cut: with the columns of all ranks
     is_completed: bool = False  # some rank's batch lacked a column
 
@@ -70,37 +61,21 @@ class Layout(NamedTuple):
         """For `Reductions.smaller`."""
         chunks = self.chunked.chunks()
         return {
-            "has_wider": self.wide is not None,
             "num_kept": min(self.num_kept, len(chunks) - 1),
             "can_halve": any(chunk.num_rows > 1 for chunk in chunks),
         }
 
-    @property
-    def demand(self) -> list[int]:
-        """What makes a step take more memory than another one."""
-        rows = sum(map(sum, self.counts.values()))
-        return [self.chunked.costliest(), (self.wide or self.chunked).costliest(), self.num_kept, rows]
-
     def loss_bytes(self, loss: Any, size: RowSize) -> int:
         """What the loss will hold of rows that large."""
-        own, counts = self.chunked.row_counts(), list(self.counts.values())
-        sees_all = getattr(loss, "cross_device_negatives", True) and len(counts[0]) > 1
-        options = {
-            "tile_halvings": getattr(loss, "tile_halvings", 0),
-            "has_bf16_products": getattr(loss, "bf16_products", False),
-        }
-        exchange = getattr(loss, "cross_device_exchange", "gather")
-        if sees_all and policy.goes_round(exchange, sum(map(sum, counts)), size.numbers):
-            of_batch = 4 * size.numbers * sum(own.values())  # as chunks gave them
-            is_symmetric = getattr(loss, "symmetric", False)
-            return of_batch + policy.ring_bytes(counts, size.numbers, is_symmetric, **options)
+        own = self.chunked.row_counts()
+        sees_all = getattr(loss, "cross_device_negatives", True) and len(next(iter(self.counts.values()))) > 1
         everyone = {name: sum(rows) for name, rows in self.counts.items()} if sees_all else own
         is_tiled = not getattr(loss, "compares_all_pairs", False)
         anchors, *_ = (own if is_tiled else everyone).values()
         first, *others = everyone.values()
         candidates = others or [first]  # a loss of one column compares its rows
         numbers = sum(own.values()), sum(everyone.values()), anchors, sum(candidates), size.numbers
-        of_rows = policy.loss_stage_bytes(*numbers, is_tiled=is_tiled, **options)
+        of_rows = policy.loss_stage_bytes(*numbers, is_tiled=is_tiled)
         return of_rows + policy.token_products_bytes(sum(candidates), size.tokens)
 
 
@@ -120,31 +95,25 @@ class StepSizes:
         self.may_widen = True  # the pass without a graph: not where the model draws random numbers
         self.may_pack = False  # chunks: what training/packing.py says of this run
         self.request: SharedCutRequest | None = None  # of the last step, where loaders cut their batches
-        self._proven = [0, 0, 0, 0]  # the largest demand that was tried out
 
     def _make_budget(self) -> ChunkBudget | None:
         args = self.args
         finds_size = args.gradient_cache_chunk_size == "auto"
         keeps = args.num_kept_graphs == "auto" and not self.encodes_once  # no chunk has a graph to keep
-        if not args.uses_gradient_cache or not (finds_size or keeps):
+        if args.device.type == "cpu" or not args.uses_gradient_cache or not (finds_size or keeps):
             return None
         gib = args.gradient_cache_memory_gib
         memory = None if gib is None else int(gib * 2**30)
-        if gib is None and args.device.type == "cpu":
-            free = host_memory.available_bytes() / launched.processes_here(launched.processes())
-            memory = min(MOST_ON_CPU, int(free * SHARE_ON_CPU))
-        budget = ChunkBudget(args.device, memory, lambda: self.run.bare_model.parameters(), finds_size, keeps)
+        budget = ChunkBudget(args.device, memory, finds_size, keeps, has_graphs=not self.encodes_once)
         names = [name for name in type(args).__dataclass_fields__ if name.startswith("gradient_cache_")]
         budget.measured.given = {name: getattr(args, name) for name in names} | {
             "gradient_checkpointing": args.gradient_checkpointing
         }
-        if self.encodes_once:
-            budget.forward_bytes = forward_bytes_per_token(self.run.bare_model.config)
         return budget
 
     def begin(self) -> None:
         """A training, whose steps have in common what was worked out for those before it."""
-        for name in ("encodes_once", "gathers_early", "is_checkpointed", "_cutter", "_given_limits"):
+        for name in ("encodes_once", "is_checkpointed", "_cutter", "_given_limits"):
             vars(self).pop(name, None)
 
     @cached_property
@@ -166,35 +135,18 @@ class StepSizes:
     def fit(
         self, wrapped: nn.Module, encode: Callable[..., Output], batch: Batch, is_first: bool, ahead: Cuts | None
     ) -> Layout:
-        """How a batch is cut. Where forwards are a rank's own, a step that needs more memory than any before is tried
-        out on every rank.
+        """How a batch is cut, after "auto" has looked for the size of chunks.
 
         Args:
             encode: model, chunk -> embeddings.
             is_first: the first batch of an update.
             ahead: how the batch was cut where it was made; it is cut anew where it has changed since.
         """
-        while True:
+        layout = self.cut(batch, is_first, ahead)
+        if is_first and self._probes(layout) and (bare := self._to_probe(wrapped)) is not None:
+            self._probe(bare, encode, batch, ahead)
             layout = self.cut(batch, is_first, ahead)
-            if is_first and self._probes(layout) and (bare := self._to_probe(wrapped)) is not None:
-                self._probe(bare, encode, batch, ahead)
-                layout = self.cut(batch, is_first, ahead)
-            if self.fitting is None or not is_first or not layout.is_larger:
-                return layout
-            if (bare := self.run.strategy.bare_to_try(wrapped)) is None:
-                return layout
-            place = self._place_out_of_memory(bare, encode, layout)
-            left = layout.left_to_shrink()
-            answer = [PLACES.index(place) if place else -1, left["can_halve"], left["num_kept"]]
-            everyone = collectives.exchange(answer)
-            failed = [rank for rank, (number, *_) in enumerate(everyone) if number >= 0]
-            step, first = self.run.progress()
-            if not failed:
-                if step > first:  # the optimizer's state exists
-                    self._proven = [max(pair) for pair in zip(self._proven, layout.demand, strict=True)]
-                return layout
-            left |= {"can_halve": any(row[1] for row in everyone), "num_kept": max(row[2] for row in everyone)}
-            self.fitting.shrink(PLACES[everyone[failed[0]][0]], step + 1, failed, **left)
+        return layout
 
     def _probes(self, layout: Layout) -> bool:
         """Whether the size of chunks is looked for before the step. All ranks answer alike."""
@@ -232,22 +184,6 @@ class StepSizes:
         state.restore()
         empty_cache(self.args.device)
 
-    def _place_out_of_memory(self, bare: nn.Module, encode: Callable[..., Output], layout: Layout) -> str | None:
-        state, more = RandomState(), {"stops_at_pooled": True} if self.encodes_once else {}
-        place = place_out_of_memory(
-            lambda chunk: encode(bare, chunk, **more),
-            layout.chunked,
-            layout.wide,
-            layout.left_to_shrink()["num_kept"],
-            lambda size: layout.loss_bytes(self.run.loss, size),
-            has_graph=not self.encodes_once,
-        )
-        for parameter in bare.parameters():
-            parameter.grad = None
-        state.restore()
-        empty_cache(self.args.device)
-        return place
-
     def cut(self, batch: Batch, is_first: bool, ahead: Cuts | None = None, is_completed: bool = False) -> Layout:
         """This rank's batch in chunks; every number that decides what a step does is the same on all ranks.
         `is_completed`: it was given columns that other ranks have."""
@@ -259,7 +195,7 @@ class StepSizes:
         request, factor = self._request(), self._widening()
         if self.budget is not None:
             request = replace(request, limits=self._limits_of_budget(cuts.chunked, is_first))
-        cuts = cutter.cut_again(cuts, batch, request)
+        cuts = cutter.cut_again(cuts, request)
         if self.request is not None:
             self.request.set(request)
         chunked, wide = cuts.chunked, cuts.wide
@@ -268,26 +204,25 @@ class StepSizes:
             rows = dict.fromkeys(rows, 0)
         by_vision = not self.has_stand_in  # with a stand-in every forward runs the vision layers
         needed = [(plan or chunked).num_chunks(by_vision) for plan in plans]
-        layout = Layout(chunked, wide, {name: [rows[name]] for name in rows}, self._num_kept_graphs(chunked))
-        needs_more = any(now > ALIKE * before for now, before in zip(layout.demand, self._proven, strict=True))
-        numbers = [columns_digest(rows), self.may_widen, layout.num_kept, needs_more]
+        num_kept = self._num_kept_graphs(chunked)
+        numbers = [columns_digest(rows), self.may_widen, num_kept]
         everyone = collectives.exchange([*numbers, *rows.values(), *chain(*needed)])
         if len({columns for columns, *_ in everyone}) > 1:
             batch = with_columns_of_all_ranks(batch)
             return self.cut(batch, is_first, is_completed=True)
-        _, may_widen, num_kept, is_larger, *_ = zip(*everyone, strict=True)
+        _, may_widen, num_kept, *_ = zip(*everyone, strict=True)
         self.may_widen = all(may_widen)
         # Every rank runs as many as the one that needs most.
         if self.run.strategy.forwards_are_collective:
-            most = [max(numbers) for numbers in zip(*(row[4 + len(rows) :] for row in everyone), strict=True)]
+            most = [max(numbers) for numbers in zip(*(row[3 + len(rows) :] for row in everyone), strict=True)]
             for plan, own in zip(plans, needed, strict=True):
                 if plan is chunked or self.may_widen:
                     plan.agree(most[: len(own)], by_vision)
                 most = most[len(own) :]
         of_each = self.run.strategy.rows.one_of_each(everyone)
-        counts = {name: [row[4 + i] for row in of_each] for i, name in enumerate(rows)}
+        counts = {name: [row[3 + i] for row in of_each] for i, name in enumerate(rows)}
         wide = wide if self.may_widen else None
-        return Layout(chunked, wide, counts, min(num_kept), any(is_larger), batch, is_completed)
+        return Layout(chunked, wide, counts, min(num_kept), batch, is_completed)
 
     def cut_ahead(self) -> CutAhead:
         """What cuts the batches of a loader where it makes them."""
@@ -305,21 +240,9 @@ class StepSizes:
             "can_trim": is_chunked,
             "can_shift": getattr(config, "rope_parameters", None) is not None,
             "sort": is_chunked and self.args.gradient_cache_sort,
-            "candidates_first": is_chunked and self.gathers_early,
-            "separates_columns": is_chunked and self.gathers_early,
             "model_config": config,
         }
         return Cutter(options, self.args.gradient_cache_packing)
-
-    @cached_property
-    def gathers_early(self) -> bool:
-        """Whether a column may be sent while others are encoded: where the loss sees those of several ranks. Where a
-        forward waits for other ranks, all must send it between the same chunks: columns with towers of their own make
-        as many of them on all."""
-        strategy = self.run.strategy
-        gathers = strategy.rows.size > 1 and getattr(self.run.loss, "cross_device_negatives", True)
-        alike = not strategy.forwards_are_collective or (self.takes_column and not self.has_stand_in)
-        return gathers and alike and not strategy.is_cut
 
     def _request(self) -> CutRequest:
         """Before the budget has its say."""
@@ -330,10 +253,17 @@ class StepSizes:
         args = self.args
         if not args.uses_gradient_cache:
             return ChunkLimits()
-        size = None if args.gradient_cache_chunk_size == "auto" else args.gradient_cache_chunk_size
-        tokens, patches = args.gradient_cache_chunk_tokens, args.gradient_cache_chunk_patches
-        multiple, has_buckets = args.gradient_cache_width_multiple, compiling.has_buckets(args, self.run.bare_model)
-        return ChunkLimits(size, tokens, multiple, patches, self.may_pack, has_buckets)
+        size, tokens = args.gradient_cache_chunk_size, args.gradient_cache_chunk_tokens
+        if size == "auto":
+            size, tokens = None, self._tokens_on_cpu() if args.device.type == "cpu" else None
+        return ChunkLimits(size, tokens, max_patches=args.gradient_cache_chunk_patches, packs=self.may_pack)
+
+    def _tokens_on_cpu(self) -> int:
+        config = getattr(self.run.bare_model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        hidden, layers = getattr(text, "hidden_size", None) or 768, getattr(text, "num_hidden_layers", None) or 12
+        gib = self.args.gradient_cache_memory_gib or GIB_ON_CPU
+        return max(1, int(gib * 2**30 / (4 * KEPT_BY_LAYER * hidden * layers)))
 
     def _limits(self) -> ChunkLimits:
         return self._given_limits if self.fitting is None else self._given_limits.scaled(self.fitting.now.share)
@@ -357,11 +287,11 @@ class StepSizes:
 
     def _widening(self) -> int:
         """How many times larger the chunks of the pass without a graph are."""
-        if not self.args.uses_gradient_cache or not self.fitting.now.widens:
+        if not self.args.uses_gradient_cache or self.fitting.now.chunk_halvings:
             return 1
         if self.run.strategy.is_cut:
             return 1  # fewer chunks would leave more ranks idle
-        if self.budget is not None and self.budget.forward_bytes is not None:
+        if self.budget is not None and not self.budget.has_graphs:
             return 1  # the size was found for this very pass
         num_layers = getattr(getattr(self.run.bare_model, "config", None), "num_hidden_layers", None)
         return policy.widening(num_layers, self.is_checkpointed)
@@ -369,10 +299,21 @@ class StepSizes:
     def _num_kept_graphs(self, chunked: ChunkedBatch) -> int:
         if not self.args.uses_gradient_cache:
             return ALL_GRAPHS
+        if not self.fitting.now.keeps_graphs:
+            return 0
         kept = self.args.num_kept_graphs
         if kept == "auto":
             kept = 0 if self.budget is None else self.budget.keep_graph(chunked.costliest())
-        return min(kept, self.fitting.now.max_kept_graphs)
+        return kept
+
+
+def costliest_chunks(chunked: ChunkedBatch) -> Iterator[Chunk]:
+    """Of every kind of rows, without and with images, the chunk with most tokens."""
+    kinds: dict[tuple[int, bool], list[Chunk]] = {}
+    for chunk in chunked.chunks():
+        kinds.setdefault((chunked.tables[chunk.table].kind, chunk.has_vision), []).append(chunk)
+    for chunks in kinds.values():
+        yield max(chunks, key=lambda chunk: chunk.num_tokens)
 
 
 def _padding_token(config: Any) -> int:

@@ -17,18 +17,15 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
-from hf_dist_ext.audit.replay_causes import States, found_causes
 from hf_dist_ext.checkpoints import loss_state
 from hf_dist_ext.data.row_facts import RowFacts, split
 from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.engine.false_negatives import RowIds
 from hf_dist_ext.engine.gradient_cache import (
-    KEEP,
     SCORE,
     WHOLE_PASS,
     CachedStep,
@@ -45,12 +42,10 @@ from hf_dist_ext.evaluation.token_vectors import Compared, compared
 from hf_dist_ext.frozen.encode_once import batch_of_pooled
 from hf_dist_ext.models.embedder import check_embeddings
 from hf_dist_ext.models.packing import padding_is_known
-from hf_dist_ext.strategies import collectives
-from hf_dist_ext.strategies.gathering import EarlyGather, GatheredColumns, row_weight
+from hf_dist_ext.strategies.gathering import GatheredColumns, row_weight
 from hf_dist_ext.strategies.tensors import loss_parameters
 from hf_dist_ext.training import compiling
 from hf_dist_ext.training.out_of_memory import empty_cache, is_lack_of_memory
-from hf_dist_ext.training.packing import has_prompt_tokens
 from hf_dist_ext.training.running import Running
 from hf_dist_ext.training.sizes import Batch, Layout, StepSizes, names_of_all_ranks
 
@@ -73,19 +68,16 @@ class EmbeddingStep:
         self._gradients_are_used = True  # those of the loss's own parameters
         self.allowed_difference = 0.0  # between embeddings of the last batch and those that are encoded again
         self._before_update: RandomState | None = None
-        self._is_first_update = True
-        self._states: States | None = None  # of the model before the first update of a training
         self._buffers_before: list[torch.Tensor] = []
         self._own_loss: torch.Tensor | None = None
         self._constants: Mapping[str, Mapping[str, Any]] = {}  # of the batch that runs
-        self._asked: dict[str | None, frozenset[str]] = {}  # source -> columns that its loss reads of all ranks
 
     # ---- training ----
 
     def begin(self) -> None:
         """A training: what one that was interrupted has left in the loss's gradients is dropped with the next batch,
         as Trainer drops the model's."""
-        self._gradients_are_used = self._is_first_update = True
+        self._gradients_are_used = True
         self.sizes.begin()
 
     def train(
@@ -122,7 +114,6 @@ class EmbeddingStep:
         """Where memory runs out and the step can be run again, the update so far is dropped, and its batches are run
         again in smaller chunks from the random state before it."""
         if not earlier:
-            self._states, self._is_first_update = States(self.run.bare_model) if self._is_first_update else None, False
             self._before_update = RandomState()
             self._buffers_before = [] if self.sizes.fitting is None else [b.clone() for b in self._buffers()]
         again: list[Any] = []
@@ -139,7 +130,7 @@ class EmbeddingStep:
                 if not self.run.strategy.can_redo:
                     raise fitting.end_run(self._number, **self.layout.left_to_shrink()) from error
             # After the except block: the error holds the tensors of every frame it passed.
-            fitting.shrink(fitting.place, self._number, [0], **self.layout.left_to_shrink())
+            fitting.shrink(self._number, **self.layout.left_to_shrink())
             for parameter in chain(model.parameters(), loss_parameters(self.run.loss)):
                 parameter.grad = None
             self._before_update.restore()
@@ -160,13 +151,12 @@ class EmbeddingStep:
         chunked, wide = layout.chunked, layout.wide
         encode, is_measured = functools.partial(self._encode, model), sizes.is_measured(is_first)
         facts = self._completed(facts, layout)
-        early = self._early_gather(layout, facts)
         facts = facts._replace(ids=self._ids_of_all(facts, layout))
 
         def score(embeddings: dict[str, Output]):
             if budget is not None:
                 budget.reserve(layout.loss_bytes(self._loss_of(facts), max(map(row_size, embeddings.values()))))
-            return self._score(embeddings, facts, layout, early)
+            return self._score(embeddings, facts, layout)
 
         def stop_update(loss: torch.Tensor, found: ReplayError, drew: bool) -> torch.Tensor:
             is_wrong = found.largest > self._allowed_difference(bare, wide is not None and not drew)
@@ -192,8 +182,6 @@ class EmbeddingStep:
                 wide=wide,
                 is_frozen=lambda chunk: chunk.column in frozen,
                 make_passes=strategy.make_passes,
-                on_column=early and early.add,
-                by_table=sizes.gathers_early,
                 before_last=None if strategy.holds_gradients else stop_update,
             )
         sizes.may_widen = not step.drew_randomness
@@ -215,24 +203,6 @@ class EmbeddingStep:
         if kind == "cuda" and compiling.multiplies_in_tf32():
             dtypes.add(torch.float16)  # of the same epsilon
         return dtypes
-
-    def causes_of_replay_error(self, model: nn.Module, worst: int, most: float) -> str:
-        """Why embeddings of a chunk of the last batch differ when they are encoded again, in words; "" where encoding
-        it shows nothing, or after the first update. Every rank calls it with the same numbers."""
-        strategy = self.run.strategy
-        if self.layout is None or self._states is None:
-            return ""
-        chunks = self.layout.chunked.chunks()
-        worst = min(worst, len(chunks) - 1)
-        others = [i for i, chunk in enumerate(chunks) if i != worst and chunk.table == chunks[worst].table]
-        other = max(others, key=lambda i: abs(i - worst), default=worst)
-        own_encode = functools.partial(self._encode, model)
-        encode = lambda number: strategy.encoded_chunk(chunks[number], own_encode)  # noqa: E731
-        with self._sharing_casts():
-            recording = lambda: strategy.phase(Phase(KEEP, chunks[worst]))  # noqa: E731
-            own = found_causes(encode, worst, other, self._states, most, recording)
-        self.run.bare_model.state_dict(keep_vars=True)  # no backward has followed: FSDP2 frees its whole weights here
-        return "; ".join(dict.fromkeys(cause for found in collectives.everyones(own) for cause in found))
 
     def _sharing_casts(self) -> AbstractContextManager:
         return self.run.strategy.sharing_casts(self.sizes.is_checkpointed)
@@ -260,10 +230,7 @@ class EmbeddingStep:
         return self.run.progress()[0] + 1
 
     def _backward(self, loss: torch.Tensor) -> None:
-        strategy = self.run.strategy
-        others_follow = self.args.torch_compile and not strategy.completes
-        with compiling.own_gradients(strategy.model.parameters()) if others_follow else nullcontext():
-            strategy.backward(loss / self._accumulated, self._own_loss)
+        self.run.strategy.backward(loss / self._accumulated, self._own_loss)
 
     # ---- evaluation ----
 
@@ -321,11 +288,8 @@ class EmbeddingStep:
         is_asked = not self.args.torch_compile and self.args.device.type != "cpu"
         with self.run.precision(), padding_is_known(chunk.is_full if is_asked else None):
             embeddings = self.sizes.embedder.call(model, chunk.features, chunk.column, constants, **more)
-        check_embeddings(embeddings, self.run.bare_model, chunk.num_computed)
-        if not self.args.torch_compile:
-            return embeddings
-        # A compiled model may run as a CUDA graph, whose next replay writes into the same memory.
-        return each(embeddings, lambda rows: rows[: chunk.num_rows].clone())
+        check_embeddings(embeddings, self.run.bare_model, chunk.num_rows)
+        return embeddings
 
     def _completed(self, facts: RowFacts, layout: Layout) -> RowFacts:
         """With ids, of no row, of columns that this rank's batch lacked, and with what the loss wants to know of the
@@ -354,29 +318,7 @@ class EmbeddingStep:
     def _loss_of(self, facts: RowFacts) -> Callable:
         return loss_of(self.run.loss, facts.source)
 
-    def _early_gather(self, layout: Layout, facts: RowFacts) -> EarlyGather | None:
-        """Of the columns that the loss of these rows read from other ranks in the step before."""
-        asked = self._asked.get(facts.source)
-        if not asked or not self.sizes.gathers_early:
-            return None
-        anchor, *candidates = layout.counts
-        order = [name for name in (*candidates, anchor) if name in asked]
-        return EarlyGather(self.run.strategy.rows, order, layout.counts)
-
-    def _lengths(self, layout: Layout, column: str, rows: int) -> np.ndarray | None:
-        """Tokens of the first rows, where the model gives a vector for each and the host knows how many these are."""
-        if not self.sizes.embedder.gives_every_token or has_prompt_tokens(self.run.bare_model):
-            return None
-        found = layout.chunked.lengths(column)
-        return None if found is None else found[:rows]
-
-    def _score(
-        self,
-        embeddings: dict[str, Output],
-        facts: RowFacts,
-        layout: Layout,
-        early: EarlyGather | None = None,
-    ):
+    def _score(self, embeddings: dict[str, Output], facts: RowFacts, layout: Layout):
         """The loss of this rank's rows, weighted by their number. A stand-in for rows (data/order.py) is scored
         as if its row were the first of all, so that every rank asks for the same columns, and weighs nothing.
 
@@ -386,9 +328,7 @@ class EmbeddingStep:
         everyone, row_offset, (ids, targets, *_), scores = None, 0, facts, self._loss_of(facts)
         if ranks.size > 1 and getattr(scores, "cross_device_negatives", True):
             rows = {name: each(embeddings[name], lambda one, n=own[name]: one[:n]) for name in embeddings}
-            everyone = GatheredColumns(
-                ranks, rows, counts, early and early.begun, lambda name: self._lengths(layout, name, own[name])
-            )
+            everyone = GatheredColumns(ranks, rows, counts)
             row_offset = sum(counts[anchor][: ranks.index]) if own[anchor] else 0
             targets = ranks.gather_targets(targets, counts, anchor)
         more = {"targets": targets} if targets else {}
@@ -398,9 +338,6 @@ class EmbeddingStep:
                 "has no argument `targets`. Leave out label_column, or use a loss that reads labels."
             )
         output = scores(embeddings, everyone, row_offset=row_offset, ids=ids, **more)
-        if everyone is not None:
-            everyone.finish()
-            self._asked[facts.source] = everyone.asked
         loss, metrics = as_output(output)
         weight = row_weight(own[anchor], counts[anchor])
         self._own_loss = loss.detach()

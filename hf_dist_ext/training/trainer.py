@@ -173,7 +173,7 @@ class DistTrainer(Trainer):
         vars(self)["_get_dataloader"] = partial(stream_rows.loader, self, self._get_dataloader)
         self.data_position = DataPosition(self, collectives.exchange)
         self.keeper = Keeper(args, loss, lease.check)
-        fitting = FittingSizes(args, loss) if loss is not None and args.uses_gradient_cache else None
+        fitting = FittingSizes(args) if loss is not None and args.uses_gradient_cache else None
         self.health = Health(self, loss is not None or self.freeze_plan is not None, fitting)
         self.keeper.is_guarded = self.health.guard is not None
         self.clock = StepClock(args.device)
@@ -228,7 +228,7 @@ class DistTrainer(Trainer):
         if is_ours or self.options.scaling_baseline:
             self.add_callback(self.scaling)
         if patience := self.options.early_stopping_patience:
-            self.add_callback(EarlyStop(patience, self.health))
+            self.add_callback(EarlyStop(patience))
         if steps := self.options.profile_steps:
             self.add_callback(Profiler(steps))
         self.clock.parts = PARTS if has_loss or self.own_loss is not None else OF_OWN_LOSS if is_ours else ()
@@ -320,7 +320,7 @@ class DistTrainer(Trainer):
         if self.loss is not None:
             self.step.begin()
             checks.warn_of_accumulation(self.args, self.loss)
-            compiling.announce(self.args, self.strategy, self.bare_model, self.step.sizes.may_pack)
+            compiling.announce(self.args, self.strategy, self.step.sizes.may_pack)
         if self.has_own_arguments:
             self.keeper.begin()
         return prepared
@@ -485,7 +485,6 @@ class DistTrainer(Trainer):
         checkpoint = self.keeper.choose(asked, strategy, getattr(self.accelerator, "scaler", None) is not None)
         resumed = self.keeper.resumed
         learning_rate.keep_effective_batch(self.args, resumed, strategy.rows.size, strategy.fixed_accumulation)
-        self.health.evaluation_is_due = self.args.eval_strategy != "no" and resumed.get("evaluation_due", False)
         return checkpoint
 
     def _fit_checkpoint(self) -> None:
@@ -499,7 +498,6 @@ class DistTrainer(Trainer):
             self.files.dtype_of_base,
             load_adapters=lambda model, folder: super(DistTrainer, self)._load_from_checkpoint(str(folder), model),
             optimizer=self._name_optimizer(),
-            settings=same_run.settings(self.args, self.data_collator, self.bare_model),
             is_search=self.hp_search_backend is not None,
         )
         if has_weights_only:
@@ -550,14 +548,9 @@ class DistTrainer(Trainer):
         begun = super()._init_training_state(max_steps, updates, num_epochs, *more)
         if self.has_own_arguments:
             self.keeper.restore_best_checkpoint(self.state)
-        # An evaluation that is due after the last step needs an epoch to be made up in, of which nothing is trained.
-        return self.data_position.first_batch(begun, self.state, max_steps, num_epochs - self.health.evaluation_is_due)
+        return self.data_position.first_batch(begun, self.state, max_steps, num_epochs)
 
     def _run_epoch(self, **options: Any) -> None:  # type: ignore[override]  # Trainer calls it by names
-        if self.health.evaluation_is_due:
-            self._make_up_evaluation(
-                options["trial"], options["ignore_keys_for_eval"], options["resume_from_checkpoint"]
-            )
         if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
             return  # before the first step: the checkpoint is of a run that had ended
         epoch, loader, num_batches = (options[name] for name in ("epoch", "train_dataloader", "steps_in_epoch"))
@@ -573,14 +566,6 @@ class DistTrainer(Trainer):
         self._save_checkpoint(model, trial)
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-
-    def _make_up_evaluation(self, trial: Any, ignored: Any, checkpoint: str) -> None:
-        with meanwhile(self.health, makes_up=True):
-            figures = self._evaluate(trial, ignored)
-        self.health.evaluation_is_due = False
-        self._determine_best_metric(metrics=figures, trial=trial)
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = checkpoint
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any):
         position = self.data_position
@@ -669,8 +654,6 @@ class DistTrainer(Trainer):
         self.keeper.save(
             Path(self._get_output_dir(trial=trial)),
             self.state,
-            self.strategy,
-            tensors=self.files.tensors(self.optimizer),
             write=self._write_checkpoint,
             facts=self._facts,
             push=partial(hub.push_checkpoint, self),
@@ -701,7 +684,6 @@ class DistTrainer(Trainer):
             **run_facts.of_run(self.args, self.state, self.strategy, self._train_batch_size, self._optimizer_name),
             **of_model,
             **self.data_position.facts(self.health.bad_rows.of_epoch()),
-            "evaluation_due": self.health.evaluation_is_due or self.health.evaluation_follows,
             "frozen_fingerprint": self.files.frozen_fingerprint,
             "stage": self.stage,
             "trains": None if self.freeze_plan is None else self.freeze_plan.describe(),

@@ -1,9 +1,7 @@
 """Saving and resuming through DistTrainer in this process: order, damage, disks that are full, what resuming needs."""
 
 import errno
-import importlib.util
 import itertools
-import json
 import logging
 import os
 import shutil
@@ -17,15 +15,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainingArguments
 
-from hf_dist_ext.checkpoints import commit, hub, loss_state, manifest
+from hf_dist_ext.checkpoints import hub, manifest
 from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, resume_or_start
-from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.training import final_model
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.launching import ROOT
 from tests.tiny_models import embedding_model
 from tests.training.test_trainer import Tiny, collate
 
@@ -373,29 +369,6 @@ def test_the_state_of_another_optimizer_or_kind_of_schedule_is_refused(tmp_path,
     assert again.state.global_step == 4
 
 
-def test_another_loss_than_the_checkpoints_is_said(copied, caplog):
-    def resumed(loss) -> list[str]:
-        trainer = make(copied, max_steps=5, save_strategy="no")
-        trainer.loss = trainer.keeper.loss = loss
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            trainer.train(resume_from_checkpoint=str(copied / "checkpoint-4"))
-        return [record.message for record in caplog.records if "another loss" in record.message]
-
-    assert resumed(InfoNCELoss(learnable_temperature=True, rows_per_tile=4)) == [], "tiles change no result"
-    (said,) = resumed(InfoNCELoss(learnable_temperature=True, false_negative_margin=0.1))
-    assert said.endswith("from here the one given holds: false_negative_margin None -> 0.1.")
-    assert resumed(InfoNCELoss(0.1, learnable_temperature=True)) == []
-    assert "the start temperature given is not used: 0.1 (it was 0.05)." in caplog.text
-    with pytest.raises(UsageError, match="the loss given now has none. Give the loss as it was"):
-        resumed(InfoNCELoss(0.1))
-    assert "holds: temperature None -> 0.1." in caplog.text, "the field's name"
-    parts = {"one": InfoNCELoss(0.05, learnable_temperature=True), "two": InfoNCELoss(0.05)}
-    assert "fixed_temperature" in loss_state.settings(parts["two"])
-    one, two = (loss_state.settings(SumOfLosses(parts, {"one": weight})) for weight in (1.0, 2.0))
-    assert {name for name in one if one[name] != two[name]} == {"weights"}
-
-
 @pytest.mark.parametrize("now", [{"optim": "adamw_torch"}, {"lr_scheduler_type": "cosine"}])
 def test_the_same_state_under_another_name_goes_on(tmp_path, now):
     make(tmp_path, max_steps=2).train()
@@ -431,26 +404,12 @@ def test_what_continuing_needs_is_not_done_without(copied, lost):
         make(copied).train(resume_from_checkpoint=str(folder))
 
 
-def test_too_little_room_is_said_before_anything_is_written(whole, copied, monkeypatch):
-    size = sum(entry["size"] for entry in manifest.read(copied / "checkpoint-6")["files"].values())
-    trainer = make(copied, max_steps=8)
-    usage = type("Usage", (), {"free": int(size * 1.05)})
-    monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(UsageError, match="checkpoint-8 needs about .* free; nothing was written. checkpoint-6 is"):
-        trainer.train(resume_from_checkpoint=True)
-    assert not (copied / "checkpoint-8").exists()
-    usage.free = int(size * 1.2)
-    make(copied, max_steps=8).train(resume_from_checkpoint=True)
-    assert manifest.why_incomplete(copied / "checkpoint-8") == ""
-
-
 def test_a_disk_that_fills_during_a_save_leaves_the_older_checkpoint(whole, tmp_path, monkeypatch):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("a tmpfs can not be mounted here")
     try:
-        monkeypatch.setattr(commit, "check_free_space", lambda *a: None)
         with pytest.raises(UsageError, match="ran full .*checkpoint-[24] is complete"):
             make(disk).train()
         assert 0 < len(list(disk.glob("*/manifest.json"))) < 3
@@ -479,7 +438,6 @@ def test_a_final_model_that_does_not_fit_takes_no_file_of_others_with_it(tmp_pat
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     args = SimpleNamespace(output_dir=str(tmp_path), should_save=True, push_to_hub=False)
-    monkeypatch.setattr(final_model, "_folder_with_room", lambda *a: None)
     with pytest.raises(RunError, match="is full") if is_full else nullcontext():
         final_model.save(save_model, torch.nn.Linear(1, 1), args)
     left = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
@@ -488,21 +446,6 @@ def test_a_final_model_that_does_not_fit_takes_no_file_of_others_with_it(tmp_pat
         assert left == others | {"model.safetensors": "of the run before"}
     else:
         assert left == others | {"model.safetensors": "of this run", "1_Pooling/config.json": "of this run"}
-
-
-def test_the_benchmark_of_saves_prints_ratios(tmp_path, monkeypatch, capsys):
-    path = ROOT / "scripts" / "benchmark_checkpoints.py"
-    spec = importlib.util.spec_from_file_location("benchmark_checkpoints", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    words = ["--width", "32", "--layers", "2", "--saves", "1", "--output", str(tmp_path / "found.json")]
-    monkeypatch.setattr("sys.argv", [str(path), *words])
-    monkeypatch.setattr(module.os, "sync", lambda: None)
-    module.main()
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["Trainer"]["ratios"] == [1.0, 1.0] and len(found) == 4
-    assert found["ours, last layer trains"]["bytes"] < found["ours"]["bytes"]
-    assert "ours, no hashes" in capsys.readouterr().out
 
 
 def test_adapters_go_on_from_a_checkpoint_of_an_engine_that_casts_the_base(tmp_path):

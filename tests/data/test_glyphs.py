@@ -17,7 +17,6 @@ from hf_dist_ext.data.glyphs import build_processor, load_glyphs, look_alike, on
 from hf_dist_ext.errors import UsageError
 from tests.launching import ROOT
 from tests.tasks.test_stages import main
-from tests.test_pictures import script
 from tests.tiny_models import loaded, write_fields
 
 CONFIG = ROOT / "configs" / "glyph_search.json"
@@ -143,14 +142,6 @@ def test_two_updates_train_both_towers_and_the_folder_draws_a_sheet(run_file, tm
     assert (text.vocab_size, text.eos_token_id) == (len(tokenizer), tokenizer.eos_token_id)
     vectors = model.encode(["latin small letter a", "latin small letter b"])
     assert abs(vectors[0] - vectors[1]).max() > 1e-3, "the text tower reads the token that ends a name"
-
-    sheets = script("glyph_sheet")
-    monkeypatch.setattr(sheets, "load_glyphs", lambda: {"test": splits["test"].select(range(40))})
-    sheet = tmp_path / "sheets" / "sheet.png"
-    sheets.main(["--model", str(tmp_path / "out"), "--output", str(sheet), *splits["test"]["query"][:3]])
-    assert "3 queries" in capsys.readouterr().out and sheet.stat().st_size < 200_000
-    picture = Image.open(sheet)
-    assert picture.height > 3 * glyphs.SIDE and picture.width > 8 * glyphs.SIDE
 
 
 def test_two_updates_of_one_model_for_both(run_file, tmp_path):

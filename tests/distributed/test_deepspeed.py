@@ -52,6 +52,20 @@ def test_weights_are_those_of_full_batch_steps(stage, case):
 
 
 @needs_deepspeed
+def test_a_deepspeed_json_of_ones_own_trains_the_same_weights(tmp_path):
+    """Its "auto" values follow the run, its other keys are DeepSpeed's."""
+    zero = {"stage": 2, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 1000}
+    auto = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero, **dict.fromkeys(auto, "auto")}))
+    yaml = ["distributed_type: DEEPSPEED", "num_processes: 2", "main_process_port: 0", "deepspeed_config:"]
+    yaml.append(f"  deepspeed_config_file: {tmp_path / 'ds.json'}")
+    (tmp_path / "own.yaml").write_text("\n".join([*yaml, ""]))
+    launch(str(tmp_path / "own"), 2, WORKER, "--output", tmp_path / "found.json", "--only", "chunks of 4", timeout=900)
+    (entry,) = json.loads((tmp_path / "found.json").read_text()).values()
+    assert entry["stage"] == 2 and entry["moved"] > 0.1 and entry["error"] < 1e-5
+
+
+@needs_deepspeed
 @STAGES
 @pytest.mark.parametrize("case", ["max_grad_norm", "temperature, max_grad_norm"])
 def test_gradients_are_clipped_by_the_norm_of_all_ranks_and_of_the_temperature(stage, case):

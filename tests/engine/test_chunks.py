@@ -10,7 +10,7 @@ from hf_dist_ext.engine import tables
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.tables import ChunkLimits, Table
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.training.out_of_memory import costliest_chunks
+from hf_dist_ext.training.sizes import costliest_chunks
 
 
 def text(lengths: list[int], width: int, on_left: bool = False, value: int = 1) -> dict[str, torch.Tensor]:
@@ -183,97 +183,26 @@ def test_a_process_without_any_row_of_a_kind_says_what_to_do(batch):
         chunked.chunks()
 
 
-BUCKETS = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
-
-
-@pytest.mark.parametrize("rows, tokens", [(9, None), (None, 300), (20, 300)])
-def test_chunks_of_all_batches_have_few_shapes(rows, tokens):
-    limits, generator = ChunkLimits(rows, tokens, has_buckets=True), torch.Generator().manual_seed(0)
-    shapes, padded, computed = set(), 0, 0
-    for _ in range(30):
-        lengths = (128 ** torch.rand(57, generator=generator)).int().tolist()
-        batch = {"query": text(lengths[:30], max(lengths[:30])), "positive": text(lengths[30:], max(lengths[30:]))}
-        chunked = lay_out(batch, limits)
-        for chunk in chunked.chunks():
-            mask = chunk.features["attention_mask"]
-            shapes.add(tuple(mask.shape))
-            assert len(mask) == chunk.num_computed and (mask[chunk.num_rows :] == mask[chunk.num_rows - 1]).all()
-            assert chunk.num_tokens == mask.numel(), "a row that is repeated is computed"
-            assert tokens is None or chunk.num_rows == 1 or mask.numel() <= tokens
-            assert rows is None or len(mask) <= rows
-            computed += mask.numel()
-        padded += lay_out(batch, ChunkLimits(rows, tokens)).count_tokens()[1]
-        counted = chunked.count_tokens()[1]
-        assert counted == sum(chunk.num_tokens for chunk in chunked.chunks())
-    widths, three_fourths = {width for _, width in shapes}, set()
-    assert widths <= set(BUCKETS) and len(widths) > 6
-    for width in widths:
-        most = min(rows or 1000, (tokens or 128 * 1000) // width)
-        halves = [most, *(number for half in range(1, 6) if (number := -(-most // 2**half)) > 1)]
-        numbers = {*halves, *(-(-3 * number // 4) for number in halves)}
-        found = {number for number, of_width in shapes if of_width == width}
-        three_fourths |= found - {*halves, 1}
-        assert found <= numbers | {1}
-    assert padded < computed < 1.3 * padded and (three_fourths or tokens is None)
-
-
 def test_a_share_of_one_row_is_one():
     assert ChunkLimits(1, 3, max_patches=2).scaled(0.3) == ChunkLimits(1, 1, max_patches=1)
 
 
-def test_a_bucket_is_no_wider_than_what_the_model_reads():
-    config, limits = SimpleNamespace(max_position_embeddings=76), ChunkLimits(2, has_buckets=True)
-    batch = {"query": text([70, 66, 57, 9], 70)}
-    chunks = lay_out(batch, limits, model_config=config).chunks()
-    assert [chunk.features["input_ids"].shape[1] for chunk in chunks] == [76, 64]
-    (chunk,) = lay_out({"query": text([80, 9], 80)}, limits, model_config=config).chunks()
-    assert chunk.width == 80  # as without buckets: the model says that it can not
-
-
-def test_rows_padded_on_the_left_are_widened_on_the_left():
-    batch = {"query": text([30, 29], 30, on_left=True)}
-    (chunk,) = lay_out(batch, ChunkLimits(2, has_buckets=True), can_shift=True).chunks()
-    assert chunk.features["attention_mask"].tolist() == [[0] * 2 + [1] * 30, [0] * 3 + [1] * 29]
-    assert chunk.features["position_ids"].tolist() == [[0, 0, *range(30)]] * 2
-
-
-def test_pictures_are_not_repeated():
-    limits = ChunkLimits(4, has_buckets=True)
-    pictures = lay_out({"query": {"pixel_values": torch.rand(5, 3, 4, 4)}}, limits).chunks()
-    vectors = lay_out({"query": {"features": torch.rand(5, 3)}}, limits).chunks()
-    assert [chunk.num_computed for chunk in pictures] == [4, 1]
-    assert [len(chunk.features["features"]) for chunk in vectors] == [4, 2]
-
-
-def test_an_idle_chunk_in_a_bucket_counts_nothing():
-    chunked = lay_out({"query": text([5, 3, 2], 8)}, ChunkLimits(4, has_buckets=True))
-    chunked.agree([5])
-    chunks = chunked.chunks()
-    outputs = [chunk.features["attention_mask"].sum(1, keepdim=True)[: chunk.num_rows] for chunk in chunks]
-    assert sum(chunk.is_idle for chunk in chunks) == 2 and all(len(c.features["input_ids"]) == 2 for c in chunks)
-    assert chunked.to_columns(outputs, chunks)["query"].tolist() == [[5], [3], [2]]
-
-
-@pytest.mark.parametrize("has_buckets", [False, True])
 @pytest.mark.parametrize("widths", [(11, 13), (13, 13)])
-def test_tokens_without_a_mask_are_never_padded(has_buckets, widths):
+def test_tokens_without_a_mask_are_never_padded(widths):
     batch = {f"column {i}": {"input_ids": torch.randint(1, 50, (5, width))} for i, width in enumerate(widths)}
-    chunked = lay_out(batch, ChunkLimits(4, has_buckets=has_buckets))
+    chunked = lay_out(batch, ChunkLimits(4))
     chunks = chunked.chunks()
     assert len(chunks) == 4
     ids = [chunk.features["input_ids"] for chunk in chunks]
     assert {rows.shape[1] for rows in ids} == set(widths) and all((rows > 0).all() for rows in ids)
-    sums = chunked.to_columns([r[: c.num_rows].sum(1, keepdim=True) for r, c in zip(ids, chunks, strict=True)], chunks)
+    sums = chunked.to_columns([rows.sum(1, keepdim=True) for rows in ids], chunks)
     for name, features in batch.items():
         assert torch.equal(sums[name], features["input_ids"].sum(1, keepdim=True))
 
 
-def test_a_try_out_holds_one_graph_of_rows_that_share_a_tower(batch):
-    """Columns with chunks of their own are of one kind still: a step has no graph of each alive at once."""
-    apart = lay_out(batch, ChunkLimits(max_rows=3), separates_columns=True)
-    assert len(apart.tables) == 3
-    (costliest,) = costliest_chunks(apart)
-    assert costliest.num_tokens == max(chunk.num_tokens for chunk in apart.chunks())
+def test_a_try_out_holds_a_graph_of_each_tower(batch):
+    (costliest,) = costliest_chunks(shared := lay_out(batch, ChunkLimits(max_rows=3)))
+    assert costliest.num_tokens == max(chunk.num_tokens for chunk in shared.chunks())
     towers = lay_out(batch, ChunkLimits(max_rows=3), shares_tower=False)
     assert [chunk.column for chunk in costliest_chunks(towers)] == list(batch)
 
@@ -311,7 +240,7 @@ PATCHES = 300
 @pytest.mark.parametrize("sizes", [
     dict(max_rows=7), dict(max_tokens=300), dict(max_tokens=5), dict(max_rows=50, max_tokens=900),
     dict(max_tokens=300, packs=True), dict(max_rows=40, max_tokens=700, packs=True),
-    dict(max_tokens=500, has_buckets=True), dict(),
+    dict(),
 ], ids=str)  # fmt: skip
 def test_a_chunk_ends_where_the_next_row_would_pass_a_limit(sizes, sort):
     limits, draw = ChunkLimits(max_patches=PATCHES, **sizes), np.random.default_rng(3)

@@ -1,7 +1,5 @@
 """Several losses at once: their weighted sum has the gradients of the plain step, and each part is told."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -76,8 +74,6 @@ def test_what_is_asked_of_a_loss_is_asked_of_all():
     assert losses.normalize and losses.cross_device_negatives and not losses.compares_all_pairs
     assert not losses.rates_pairs, "evaluations follow the first"
     assert SumOfLosses({"a": SentenceTransformersLoss("MultipleNegativesRankingLoss", 4)}).compares_all_pairs
-    losses.tile_halvings = 2
-    assert losses.tile_halvings == 2 == losses.losses["of_infonce"].tile_halvings
 
 
 def test_a_source_has_its_loss_and_all_others_the_default():
@@ -111,9 +107,9 @@ def test_a_part_may_return_a_tensor_or_a_pair_as_a_loss_alone_may():
 
 
 class Everyone(dict):
-    """As strategies/gathering.py has it: with every rank's number of rows."""
+    """As strategies/gathering.py has it: with the number of rows on the ranks before this one."""
 
-    ring = SimpleNamespace(rank=1, counts={"query": [2, 3], "positive": [2, 3], "negative": [5, 4]})
+    starts = {"query": 2, "positive": 2, "negative": 5}
 
 
 def test_a_part_that_asks_for_its_own_rows_sees_no_others():

@@ -1,7 +1,6 @@
 """The cached step's gradient is the plain full-batch step's, whatever the chunks. Core only: no Trainer."""
 
 import random
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -76,8 +75,8 @@ def plain_step(model, batch, temperature):
     return loss.detach(), gradients_of(model, temperature)
 
 
-@pytest.mark.parametrize("keep_graph, by_table", [(0, False), (0, True), (99, False)])
-def test_a_column_of_other_features_may_have_no_row(keep_graph, by_table):
+@pytest.mark.parametrize("keep_graph", [0, 99])
+def test_a_column_of_other_features_may_have_no_row(keep_graph):
     """Hard negatives that are pictures, in a batch whose rows have none."""
     model, temperature, batch = Encoder(), nn.Parameter(torch.tensor(0.5)), three_columns()
     del batch["negative"]
@@ -87,7 +86,7 @@ def test_a_column_of_other_features_may_have_no_row(keep_graph, by_table):
     chunked = lay_out(batch | {"negative": {"pixel_values": torch.zeros(0, 3, 4, 4)}}, ChunkLimits(max_rows=4))
     step = cached_step(
         chunked, lambda chunk: model(**chunk.features), naive_score(temperature), loss_parameters=[temperature],
-        keep_graph=keep_graph, by_table=by_table, wide=widened(chunked, 2),
+        keep_graph=keep_graph, wide=widened(chunked, 2),
     )  # fmt: skip
     torch.testing.assert_close(step.loss, loss)
     torch.testing.assert_close(gradients_of(model, temperature), plain, rtol=1e-10, atol=1e-14)
@@ -258,7 +257,7 @@ def test_an_embedding_that_differs_when_it_is_encoded_again_is_measured(is_wide)
 
         chunked = lay_out(batch, ChunkLimits(max_rows=5), shares_tower=False)
         found = cached_step(chunked, encode, naive_score(torch.tensor(0.1))).replay_error
-        ratio, _, place = found.worst()
+        ratio, place = found.worst()
         assert (
             place.partition(",")[0] == column
             and ratio == pytest.approx(0.5)
@@ -374,67 +373,6 @@ def test_exactly_one_phase_completes_the_gradients_and_it_is_the_last():
         assert phases[-1].is_last
         assert [phase.kind for phase in phases].count(SCORE) == 1
         assert all(phase.has_graph for phase in phases if phase.is_last)
-
-
-@pytest.mark.parametrize("dropout, draws", [(0.0, False), (0.2, True)])
-@pytest.mark.parametrize("keep_graph", [0, 2, 1000])
-def test_columns_of_their_own_chunks_are_told_as_soon_as_they_are_whole(dropout, draws, keep_graph):
-    """Those that are scored, each once, and before a chunk of the next; (3) ends with one full-size chunk."""
-    torch.manual_seed(0)
-    model, batch, limits = Encoder(dropout), three_columns(), ChunkLimits(max_tokens=24, width_multiple=1)
-    options = {"candidates_first": True, "separates_columns": True}
-    chunked = lay_out(batch, limits, **options)
-    wide = widened(chunked, 3)
-    assert [table.columns for table in chunked.tables] == [["positive"], ["negative"], ["query"]]
-    events, told, last = [], {}, []
-
-    def tell(name, rows):
-        assert name not in told and not rows.requires_grad
-        told[name] = rows
-        events.append(f"told {name}")
-
-    def encode(chunk):
-        events.append(*chunked.tables[chunk.table].columns)
-        return model(**chunk.features)
-
-    @contextmanager
-    def phase(phase: Phase):
-        if phase.chunk is not None and phase.has_graph and phase.is_last:
-            last.append(phase.chunk)
-        yield
-
-    def score(embeddings):
-        assert events[-1] == "told query" and list(embeddings) == list(batch)
-        assert all(torch.equal(embeddings[name], rows) for name, rows in told.items()) and len(told) == 3
-        return naive_score(0.1)(embeddings)
-
-    step = cached_step(
-        chunked, encode, score, on_column=tell, by_table=True, keep_graph=keep_graph, wide=wide, phase=phase
-    )
-    assert step.drew_randomness == draws or keep_graph == 0 and not draws
-    places = {name: [i for i, event in enumerate(events) if event == name] for name in batch}
-    at = [events.index(f"told {name}") for name in ("positive", "negative", "query")]
-    first = len(wide.chunks()) if draws and keep_graph == 0 else 0  # a first pass that is thrown away tells nothing
-    encoded = {name: [i for i in found if first <= i < at[2]] for name, found in places.items()}
-    assert max(encoded["positive"]) < at[0] < min(encoded["negative"])
-    assert max(encoded["negative"]) < at[1] < min(encoded["query"]) < at[2]
-    (chunk,) = last
-    assert keep_graph == 1000 or chunk.num_tokens > 0.6 * max(one.num_tokens for one in chunked.chunks())
-    wanted = three_columns()
-    if not draws:
-        found = gradients_of(model)
-        model.zero_grad()
-        loss, _ = naive_score(0.1)({name: model(**features) for name, features in wanted.items()})
-        loss.backward()
-        assert (found - gradients_of(model)).norm() < 1e-10 * found.norm()
-
-
-def test_columns_share_chunks_where_each_would_make_few():
-    options = {"candidates_first": True, "separates_columns": True}
-    few = lay_out(three_columns(), ChunkLimits(max_rows=11), **options)
-    assert [table.columns for table in few.tables] == [["positive", "negative", "query"]]
-    assert list(few.row_counts()) == ["query", "positive", "negative"]
-    assert len(lay_out(three_columns(), ChunkLimits(), **options).chunks()) == 1
 
 
 def test_the_fp16_scale_enters_once_and_before_anything_is_rounded():

@@ -136,17 +136,3 @@ def test_rows_that_can_not_stand_alone_keep_their_padding(change):
     change(batch["positive"])
     for table in lay_out(batch, ChunkLimits(4, packs=True)).tables:
         assert (table.packed is None) == ("positive" in table.columns)
-
-
-@pytest.mark.parametrize("travels", ["padded", "flat"])
-@pytest.mark.parametrize("on_left", [False, True])
-def test_the_host_knows_every_rows_tokens_but_where_all_left_padding_stays_or_rows_have_holes(on_left, travels):
-    batch = columns(on_left)
-    given = {name: flat(features, on_left) if travels == "flat" else features for name, features in batch.items()}
-    for can_shift in (True, False):
-        chunked = lay_out(given, ChunkLimits(4), can_shift=can_shift)
-        for name, features in batch.items():
-            found, wanted = chunked.lengths(name), features["attention_mask"].sum(1).tolist()
-            assert found is None if on_left and not can_shift else found.tolist() == wanted
-    hole(batch["positive"])
-    assert lay_out(batch, ChunkLimits(4)).lengths("positive") is None

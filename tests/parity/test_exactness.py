@@ -15,19 +15,19 @@ OF_TWO = [
     "no cache", "chunk 4, does not divide", "64 tokens per chunk", "packed chunks, three columns",
     "packed chunks, dropout and gradient checkpointing", "2 graphs kept", "4 layers: a wider first pass",
     "automatic chunk size", "three columns, 3 hard negatives", "other kinds in other columns on each rank",
-    "tower per column, sent early", "columns of their own chunks, sent early", "first tower frozen",
+    "tower per column, symmetric", "three columns, symmetric, ranks with different row counts", "first tower frozen",
     "frozen backbone, accumulation, temperature",
     "frozen tower, encoded once", "two Dense modules, activation and residual", "static embeddings",
     "routes of queries and documents", "decoder, accumulation, temperature", "decoder, frozen layers",
     "gradient checkpointing", "LoRA with LoRA dropout", "dropout", "symmetric",
-    "in a ring, symmetric, temperature, accumulation", "own negatives only", "max_grad_norm",
+    "own negatives only", "max_grad_norm",
     "a row's hard negatives alone",
     "accumulation 2, short last window", "ranks with different row counts", "bf16 autocast",
 ]  # fmt: skip
 # The loss sees embeddings only; test_columns.py and test_precision.py have FSDP's runs of other kinds and of bf16.
 OF_LOSS = {
-    "three columns, 3 hard negatives", "symmetric", "in a ring, symmetric, temperature, accumulation",
-    "own negatives only", "a row's hard negatives alone", "columns of their own chunks, sent early",
+    "three columns, 3 hard negatives", "symmetric", "own negatives only", "a row's hard negatives alone",
+    "three columns, symmetric, ranks with different row counts",
 }  # fmt: skip
 ELSEWHERE = {"other kinds in other columns on each rank", "bf16 autocast"}
 OF_FSDP = [name for name in OF_TWO if name not in OF_LOSS | ELSEWHERE]

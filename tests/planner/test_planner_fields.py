@@ -5,12 +5,12 @@ import json
 import huggingface_hub
 import pytest
 
-from hf_dist_ext import cli, policy
+from hf_dist_ext import cli
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.catalog import GIB, TENSOR_PARALLEL_GROUP, Hardware, adapted
 from hf_dist_ext.planner.choose import make_plan, plan_workload
 from hf_dist_ext.planner.local_files import config_file
-from hf_dist_ext.planner.memory import Case, estimate, loss_bytes, model_of
+from hf_dist_ext.planner.memory import Case, estimate, model_of
 from hf_dist_ext.planner.plan import _without
 from hf_dist_ext.planner.traffic import arithmetic, traffic
 from hf_dist_ext.run.presets import find_preset, load_preset
@@ -27,12 +27,6 @@ def names(plan):
 
 def units(run, name="FSDP memory", devices=FOUR):
     return traffic(Case(workload(run), strategy(name), devices)).collectives
-
-
-@pytest.mark.parametrize("fields, length", [({}, 264), ({"torch_compile": True}, 320)])
-def test_chunks_that_are_compiled_are_as_wide_as_their_bucket(make_run, fields, length):  # noqa: F811
-    run = make_run(DECODER, max_length=260, **fields)
-    assert {column.length for column in workload(run).columns} == {length}
 
 
 # ---- FSDP's knobs ----
@@ -276,41 +270,3 @@ def test_a_plan_is_for_the_processes_of_the_run_file(make_run, monkeypatch, caps
     for words, devices in ([], 3), (["--num_devices", "5"], 5):
         cli.main(["plan", str(run.path), "--device_memory_gib", "80", "--json", *words])
         assert json.loads(capsys.readouterr().out)["hardware"]["num_devices"] == devices
-
-
-def test_where_candidates_go_round_the_plan_counts_their_blocks(make_run):  # noqa: F811
-    """65,536 rows of 1,024 numbers on 4 devices: the loss's own formula, and two messages per step of each round."""
-    model, rows = BASE | {"hidden_size": 1024, "num_attention_heads": 16}, 16384
-    fields = {"per_device_train_batch_size": rows, "gradient_cache_chunk_size": 16}
-
-    def loss_and_traffic(**more):
-        work = workload(make_run(model, **fields, **more))
-        assert work.embedding_dim == 1024
-        return loss_bytes(work, 4), traffic(Case(work, strategy("DDP"), Hardware(4)))
-
-    of_ring, sent = loss_and_traffic()
-    of_batch = 4 * 1024 * 2 * rows
-    assert of_ring == of_batch + policy.ring_bytes([[rows] * 4] * 2, 1024)
-    assert of_ring < 0.6 * loss_and_traffic(cross_device_exchange="gather")[0]
-    assert sent.collectives == {"send": 2 * 3, "all_gather": 2, "all_reduce": 1}
-    gathered = loss_and_traffic(cross_device_exchange="gather")[1]
-    assert sent.bytes == pytest.approx(
-        gathered.bytes, rel=0.01
-    )  # one candidate per query: as a gather and its backward
-    halved = loss_and_traffic(bf16_products=True)
-    assert halved[0] < of_ring and halved[1].bytes < sent.bytes
-    assert loss_and_traffic(symmetric=True)[0] > of_ring
-    small = workload(make_run(model, per_device_train_batch_size=512))
-    assert not small.candidates_go_round(4) and not workload(make_run(model, **fields)).candidates_go_round(1)
-
-
-def test_one_loss_that_gathers_is_counted_for_all(make_run):  # noqa: F811
-    model, fields = BASE | {"hidden_size": 1024, "num_attention_heads": 16}, {"per_device_train_batch_size": 16384}
-
-    def goes_round(**more):
-        return workload(make_run(model, **fields, **more)).candidates_go_round(4)
-
-    assert goes_round(loss="siglip")
-    assert not goes_round(loss="siglip", loss_options={"cross_device_exchange": "gather"})
-    assert goes_round(losses=[{"loss": "infonce"}, {"loss": "siglip"}])
-    assert not goes_round(losses=[{"loss": "infonce"}, {"loss": "CoSENTLoss"}], label_column="score")

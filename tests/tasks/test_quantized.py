@@ -9,7 +9,6 @@ import torch
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.engine.tables import ChunkLimits
 from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Case, Settings, activation_cost, model_of
@@ -17,6 +16,7 @@ from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace
 from hf_dist_ext.tasks.adapters import adapt, quantization_of
 from hf_dist_ext.tasks.parts import make_arguments
+from tests.saved_bytes import saved_bytes
 from tests.tasks.test_folders import TEXTS, resumed, served, write_run
 from tests.tasks.test_stages import main
 from tests.tiny_models import embed, embedding_model, loaded, model_config, tiny_tokenizer
@@ -83,7 +83,7 @@ def test_a_plan_counts_what_is_stored_and_kept(run_file):
     assert len(states) == 14 and stored == pytest.approx(whole.frozen_stored + whole.trained_stored)
     ids = torch.randint(3, 10, (work.batch, work.columns[0].length))
     features = {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) > 0).long().expand(ids.shape)}
-    with peak_bytes(torch.device("cpu"), [*weights, *model.buffers(), *features.values()]) as peak:
+    with saved_bytes([*weights, *model.buffers(), *features.values()]) as peak:
         (embed(model, **features) * torch.ones(())).sum()
     needed = activation_cost(Case(work, settings=Settings(chunk_rows=work.batch)))
     assert needed.total == pytest.approx(peak(), rel=0.01) and peak() > 2**18

@@ -47,10 +47,10 @@ def test_cuts_that_travelled_are_those_of_the_batch_also_when_limits_have_change
     whole = lay_out(columns, first.limits, **OPTIONS)
     assert_same_chunks(cuts.of(columns).chunked, whole)
     assert_same_chunks(cuts.of(columns).wide, lay_out(columns, first.limits.scaled(2), **OPTIONS))
-    again = cutter.cut_again(cuts.of(columns), columns, then)
+    again = cutter.cut_again(cuts.of(columns), then)
     assert_same_chunks(again.chunked, lay_out(columns, then.limits, **OPTIONS))
     assert again.wide is None and len(again.chunked.chunks()) > len(whole.chunks())
-    alike = cutter.cut_again(cuts.of(columns), columns, replace(first, factor=3))
+    alike = cutter.cut_again(cuts.of(columns), replace(first, factor=3))
     assert_same_chunks(alike.chunked, whole)
     assert_same_chunks(alike.wide, lay_out(columns, first.limits.scaled(3), **OPTIONS))
     split, wanted = cuts.of(columns).chunked, lay_out(columns, first.limits, **OPTIONS)
@@ -65,19 +65,6 @@ def test_cuts_that_travelled_are_those_of_the_batch_also_when_limits_have_change
     assert_same_chunks(whole.without_tensors().of_batch(others), lay_out(others, first.limits, **OPTIONS))
     request.set(then)
     assert cut(collate(rows(20)))[ahead.CUTS]["all"].request == then
-
-
-@pytest.mark.parametrize("before, now", [(3, 60), (60, 3)])
-def test_chunks_follow_from_the_limits_of_a_step_and_not_from_those_when_its_batch_was_made(before, now):
-    """Of many chunks none has rows of two columns. A resumed run's first batches are made before limits are known."""
-    cutter = Cutter({**OPTIONS, "separates_columns": True}, packing=False)
-    batch = collator_of(True)(rows(20))
-    columns = {name: batch[name] for name in ("query", "positive", "negative")}
-    before, now = (CutRequest(ChunkLimits(max_rows=size), 1) for size in (before, now))
-    made = cutter.cut(columns, before)
-    again, expected = cutter.cut_again(made, columns, now), cutter.cut(columns, now)
-    assert len(expected.chunked.tables) != len(made.chunked.tables)
-    assert_same_chunks(again.chunked, expected.chunked)
 
 
 def test_columns_that_the_loss_does_not_read_are_not_cut():

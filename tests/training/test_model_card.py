@@ -20,7 +20,7 @@ from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.training import model_card
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
-from hf_dist_ext.training.sentence_trainer import own_citations, parts_of
+from hf_dist_ext.training.sentence_trainer import parts_of
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.sentence_models import picture_model, pictures
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
@@ -211,14 +211,9 @@ def test_another_name_takes_the_folders_place_where_the_model_is_loaded(tmp_path
     assert card.read_text() == text.format("outputs/x"), "written by hand"
 
 
-def test_what_is_cited_is_the_loss_and_what_is_inside_of_it():
-    assert list(own_citations(InfoNCELoss(matryoshka_dims=[4]), True)) == [
-        "InfoNCELoss", "Matryoshka", "Gradient cache"
-    ]  # fmt: skip
+def test_a_card_names_the_loss_and_those_inside_of_it():
     theirs = SentenceTransformersLoss("MatryoshkaLoss", 8, loss="CoSENTLoss", matryoshka_dims=[8, 4])
     names = [type(one).__name__ for one in parts_of(theirs)]
-    assert names == ["MatryoshkaLoss", "CoSENTLoss"] and not own_citations(theirs, False)
-    assert own_citations(None, True) == {} and parts_of(None) == []
+    assert names == ["MatryoshkaLoss", "CoSENTLoss"] and parts_of(None) == []
     several = SumOfLosses({"dense": InfoNCELoss(), "second": SigmoidLoss(), "scores": theirs})
     assert [type(one).__name__ for one in parts_of(several)] == ["InfoNCELoss", "SigmoidLoss", *names]
-    assert list(own_citations(several, False)) == ["InfoNCELoss", "SigmoidLoss"]

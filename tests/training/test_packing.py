@@ -87,7 +87,6 @@ def with_prompt() -> SentenceTransformer:
     (lambda path: Tiny(), {}, "Tiny is no model of sentence-transformers"),
     (lambda path: embedding_model(model_config("mpnet")), {}, 'model type "mpnet"'),
     (lambda path: bert("eager"), {}, 'attn_implementation="eager"'),
-    (lambda path: bert(), {"torch_compile": True, "torch_compile_mode": "reduce-overhead"}, "CUDA graphs are"),
     (lambda path: with_prompt(), {}, "tokens of their own"),
     (picture_model, {}, "its modules are not a Transformer, a Pooling"),
     (routed_model, {}, "its modules are not a Transformer, a Pooling"),
@@ -104,7 +103,7 @@ def test_a_run_that_can_not_pack_is_refused_and_pads_by_default(tmp_path, caplog
 
 
 def arguments(packing, device: str = "cpu", **more) -> SimpleNamespace:
-    options = dict(uses_gradient_cache=True, torch_compile=False, process_index=0, bf16=False, fp16=False) | more
+    options = dict(uses_gradient_cache=True, process_index=0, bf16=False, fp16=False) | more
     return SimpleNamespace(gradient_cache_packing=packing, device=torch.device(device), **options)
 
 

@@ -703,7 +703,7 @@ def test_a_run_file_trains_a_loss_by_name_with_its_labels(main, run_file, tmp_pa
 
 
 def test_a_run_file_trains_the_sigmoid_loss_and_keeps_its_scale_and_bias(main, run_file, tmp_path):  # noqa: F811
-    of_loss = {"scale": 5.0, "bias": -3.0, "cross_device_exchange": "ring"}
+    of_loss = {"scale": 5.0, "bias": -3.0}
     options = {"loss": "siglip", "loss_options": of_loss, "learnable_temperature": ...}
     main(["--config", run_file(**options, learning_rate=0.1, max_steps=4)])
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

@@ -16,7 +16,7 @@ from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.gathering import row_weight
-from hf_dist_ext.training import checks, same_run
+from hf_dist_ext.training import checks
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.trainer import DistTrainer
@@ -438,22 +438,6 @@ def test_a_precision_that_wastes_the_gpu_is_said_once_with_the_field(monkeypatch
     assert len(said) == bool(words) and (not words or re.search(words, said[0]))
     checks.warn_of_precision(SimpleNamespace(device=torch.device("cpu")), nn.Linear(2, 2), keeps_float32=True)
     assert len(said) == bool(words)
-
-
-def test_settings_of_a_resume_are_the_same_words_in_every_process(tmp_path):
-    """A set has another order, and a function another address, in each; and tuples are no names in JSON."""
-
-    class Collator:
-        columns, prompts = {"query", "positive"}, {("query",): len}
-
-        def __call__(self, rows):
-            return collate(rows)
-
-    made = trainer(tmp_path, collator=Collator())
-    given = same_run.settings(made.args, made.data_collator, made.bare_model)
-    assert given["columns"] is given["prompts"] is None and given["max_grad_norm"] == 1.0
-    made.args.lr_scheduler_kwargs = {"lambda": len}
-    assert "0x" not in json.dumps(same_run.settings(made.args, made.data_collator, made.bare_model))
 
 
 def test_a_patience_does_not_go_with_callbacks_that_are_made_anew(tmp_path):

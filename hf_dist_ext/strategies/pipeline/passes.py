@@ -42,7 +42,6 @@ from hf_dist_ext.engine.gradient_cache import (
     refuse_nothing_trains,
     score_embeddings,
 )
-from hf_dist_ext.engine.outputs import OnColumn
 from hf_dist_ext.engine.replay import Comparison, RandomState, ReplayError, replayed
 from hf_dist_ext.strategies.pipeline import schedules
 from hf_dist_ext.strategies.pipeline.stages import StagedModel
@@ -362,17 +361,14 @@ class PipelinePasses:
         self._outputs: list[torch.Tensor] = []  # the same, per chunk
         self._states: dict[tuple[int, int], RandomState] = {}
 
-    def embed(self, wide: ChunkedBatch | None, on_column: OnColumn | None) -> None:
+    def embed(self, wide: ChunkedBatch | None) -> None:
         start = RandomState()
         self._outputs = self.line.forward(self.chunks, self.phase, self._states)
         self.num_forwards += len(self.chunks)
         self.drawn = start.drawn_since()
         if not any(self.line.trains):
             refuse_nothing_trains()
-        columns = self.batch.to_columns(self._outputs, self.chunks) if self.line.has_last else {}
-        for name in columns if on_column is not None else ():
-            on_column(name, columns[name])
-        self.embeddings = columns
+        self.embeddings = self.batch.to_columns(self._outputs, self.chunks) if self.line.has_last else {}
 
     def score(self, embeddings: Embeddings, score: Score, parameters: list[torch.nn.Parameter]) -> Scored:
         """(2)"""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch import nn
 from transformers.utils import logging
 
 from hf_dist_ext import policy
-from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
+from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import Embeddings, PhaseContext
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import adapters, collectives, mesh, plans, splitting
@@ -195,12 +195,6 @@ class Pipeline(Strategy):
         if self.sharded is not None:
             self.sharded.free()
         return self.line.shared(batch.to_columns(outputs, chunks) if self.line.has_last else {})
-
-    def encoded_chunk(self, chunk: Chunk, encode: Any) -> torch.Tensor:
-        found = self.line.forward([chunk], lambda phase: nullcontext())
-        if self.sharded is not None:
-            self.sharded.free()
-        return self.line.shared({"": found[0]} if self.line.has_last else {})[""]
 
     # ---- (2) ----
 
