@@ -1,8 +1,9 @@
 """Pipelines of a run on a machine: (1) which there could be, (2) by closed formulas, what a rank needs, sends, waits.
 
 A rank is a process of a pipeline, with one stage of consecutive layers or several. Layers are dealt evenly. The first
-rank has the word embeddings and holds most chunks until their backward, the last one has the loss: a plan counts the
-one that needs more. Copies of a pipeline stand beside each other and average gradients once per update.
+rank has the word embeddings and holds most chunks until their backward, later ones may have a layer more, and the last
+one has the loss: a plan counts the one that needs most. Copies of a pipeline stand beside each other and average
+gradients once per update.
 """
 
 from __future__ import annotations
@@ -125,10 +126,12 @@ class Staged:
         self.case, self.work, self.pipeline = case, case.work, pipeline
         self.copies = case.hardware.num_devices // pipeline.devices
         self.layers = layers_of(case.work, pipeline)
-        of_ranks = [0] * pipeline.ranks
+        self.layers_of_ranks = [0] * pipeline.ranks
         for rank, count in zip(pipeline.places, self.layers, strict=True):
-            of_ranks[rank] += count
-        self.most_layers = max(of_ranks)
+            self.layers_of_ranks[rank] += count
+        self.most_layers = max(self.layers_of_ranks)
+        # those of which one needs most: with the word embeddings, with the most layers, with the loss
+        self.largest = {0, self.layers_of_ranks.index(self.most_layers), pipeline.ranks - 1}
         # of a micro-batch, with the idle ones that the schedule needs
         chunks = case.work.num_chunks(case.settings.chunk_rows)
         self.num_chunks = policy.dealt_chunks(pipeline.schedule, pipeline.ranks, chunks)
@@ -142,17 +145,17 @@ class Staged:
     def live_chunks(self, rank: int) -> int:
         return policy.live_chunks(*self.shape, rank)
 
-    def parameters(self, is_first: bool) -> ParameterSums:
-        """Of the layers that take most; before them is what belongs to no layer, above all the word embeddings."""
-        model = self.case.model
-        layers = sorted(model.layers, key=lambda one: (-one.trained_stored, -one.stored))[: self.most_layers]
-        return summed([model.root, *layers] if is_first else layers)
+    def parameters(self, rank: int) -> ParameterSums:
+        """Of as many layers as it has, those that take most. What belongs to no layer, above all the word embeddings,
+        is the first rank's."""
+        model, count = self.case.model, self.layers_of_ranks[rank]
+        layers = sorted(model.layers, key=lambda one: (-one.trained_stored, -one.stored))[:count]
+        return summed([*layers, model.root] if rank == 0 else layers)
 
     def needed(self, rank: int) -> Bytes:
-        """Of the first rank or the last: the one has the word embeddings and holds most chunks, the other the loss."""
-        work, whole, is_last = self.work, self.parameters(rank == 0), rank == self.pipeline.ranks - 1
+        work, whole, is_last = self.work, self.parameters(rank), rank == self.pipeline.ranks - 1
         needed = state_bytes(work, whole, StrategySpec("copies", ""), self.copies)
-        saved, needed.activations, casts, frozen_casts, message = self._most_of_a_chunk()
+        saved, needed.activations, casts, frozen_casts, message = self._most_of_a_chunk(self.layers_of_ranks[rank])
         live = self.live_chunks(rank) / self.pipeline.per_rank  # of all stages of the rank together
         needed.weights += casts + live * frozen_casts
         needed.activations += live * saved
@@ -163,13 +166,14 @@ class Staged:
         needed.framework = framework_bytes(needed, is_alone=False)
         return needed
 
-    def _most_of_a_chunk(self) -> tuple[float, ...]:
-        """On one rank, of the chunks that leave most there: bytes until the backward, bytes while it runs, copies of
-        weights that chunks share, copies of frozen weights of each chunk, and the message to the next stage."""
+    def _most_of_a_chunk(self, layers: int) -> tuple[float, ...]:
+        """On a rank with so many layers, of the chunks that leave most there: bytes until the backward, bytes while it
+        runs, copies of weights that chunks share, copies of frozen weights of each chunk, and the message to the next
+        stage."""
         work, found = self.work, []
         for chunks in work.chunks(self.case.settings.chunk_rows):
             forward = work.forward(chunks.column, "nothing", self.pipeline.parts)
-            share, largest = self.most_layers / len(forward.layers), max(part.largest for part in forward.parts)
+            share, largest = layers / len(forward.layers), max(part.largest for part in forward.parts)
             widest, message = max(forward.layers, key=lambda one: one.saved), forward.layers[-1].input
             if self.case.settings.is_checkpointed:
                 kept = sum(layer.input for layer in forward.layers if layer.saved)
@@ -195,9 +199,14 @@ class Staged:
         return times * self.num_chunks, times * sum(column.rows * message for column, message in rows.items())
 
     @property
+    def gradients(self) -> float:
+        """Bytes that the copies of a rank average, of the rank with most."""
+        return max(self.parameters(rank).trained_stored for rank in self.largest)
+
+    @property
     def reduced(self) -> float:
         """Bytes of gradients that a device sends to its copies, once per update."""
-        return 2 * (self.copies - 1) / self.copies * self.parameters(is_first=True).trained_stored
+        return 2 * (self.copies - 1) / self.copies * self.gradients
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -217,7 +226,7 @@ class Staged:
 def estimate(case: Case) -> Bytes:
     """Of the rank that needs most."""
     staged = Staged(case)
-    return max((staged.needed(rank) for rank in (0, staged.pipeline.ranks - 1)), key=lambda needed: needed.total)
+    return max(map(staged.needed, staged.largest), key=lambda needed: needed.total)
 
 
 def traffic(case: Case) -> Traffic:
@@ -228,7 +237,7 @@ def traffic(case: Case) -> Traffic:
     sums.send("send", *one.messages, pipeline.ranks, inside if pipeline.devices <= hardware.per_node else across)
     if pipeline.parts > 1:
         sums.send("all_reduce", *inside_layers(case, one.most_layers), pipeline.parts, inside)
-    sums.send("all_reduce", 1, one.parameters(is_first=True).trained_stored, one.copies, between)
+    sums.send("all_reduce", 1, one.gradients, one.copies, between)
     sums.send_embeddings(case.work, one.copies, between)
     sums.arithmetic = arithmetic(case) * one.most_layers / num_layers(case.work)
     sums.arithmetic_seconds = sums.arithmetic / speed(hardware, case.work.compute_bytes) / (1 - one.bubble_share)

@@ -40,7 +40,7 @@ def test_models_that_can_be_cut_are_those_of_a_run():
 
 def test_layers_are_dealt_evenly_and_word_embeddings_are_counted_on_the_first_rank(make_run):  # noqa: F811
     staged = pipeline_option(make_plan(make_run(DECODER, **LARGE, pipeline_parallel_size=4), Hardware(4))).pipeline
-    first, later = (staged.parameters(is_first).elements for is_first in (True, False))
+    first, later = (staged.parameters(rank).elements for rank in (0, 3))
     whole = model_of(staged.work).whole.elements
     assert first - later == 151936 * 2048 + 64 * 2048 + 2048 and first + 3 * later == whole  # 7 layers each
 
@@ -96,7 +96,7 @@ def test_copies_reduce_their_stage_once_per_update(make_run):  # noqa: F811
     fields = {"per_device_train_batch_size": 64, "gradient_cache_chunk_size": 4, "pipeline_parallel_size": 2}
     run = make_run(**fields, gradient_accumulation_steps=3)
     option = pipeline_option(make_plan(run, Hardware(8, 80 * GIB)))
-    largest = option.pipeline.parameters(is_first=True).trained_stored
+    largest = option.pipeline.parameters(0).trained_stored
     assert option.strategy.name == "PP 2 x DP 4" and option.given.traffic.collectives["all_reduce"] == 1
     assert option.pipeline.reduced == pytest.approx(2 * 3 / 4 * largest)
     once = pipeline_option(make_plan(make_run(**fields), Hardware(8, 80 * GIB)))
