@@ -13,7 +13,6 @@ if TYPE_CHECKING:  # what an editor completes and a type checker reads
     from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss as SigmoidLoss
     from hf_dist_ext.errors import RunError as RunError
     from hf_dist_ext.errors import UsageError as UsageError
-    from hf_dist_ext.models.causal_lm import load_causal_lm as load_causal_lm
     from hf_dist_ext.models.embedder import set_is_causal as set_is_causal
     from hf_dist_ext.training.arguments import DistTrainingArguments as DistTrainingArguments
     from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss as SentenceTransformersLoss
@@ -29,7 +28,6 @@ _HOMES = {
     "SentenceTransformersLoss": "training.sentence_losses",
     "SigmoidLoss": "engine.sigmoid_loss",
     "UsageError": "errors",
-    "load_causal_lm": "models.causal_lm",
     "set_is_causal": "models.embedder",
 }
 __all__ = [*_HOMES, "__version__"]

@@ -333,7 +333,7 @@ def _check_flags(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
     known = fields_of_run_file()
     for name in (word[2:].partition("=")[0] for word in overrides if word.startswith("--")):
-        near = difflib.get_close_matches(name, [*(vars(arguments).keys() - {"act", "command"}), *known], 1, 0.6)
+        near = difflib.get_close_matches(name, [*(vars(arguments).keys() - {"act", "command"}), *known], 1, 0.8)
         if name not in known and near and near[0] not in known:
             raise UsageError(f"--{name} is not an option of this command. Closest: --{near[0]}.")
 

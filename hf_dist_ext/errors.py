@@ -37,9 +37,10 @@ def in_short(error: UsageError | RunError) -> UsageError | RunError:
     return kind(last.strip())
 
 
-def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """A sentence with the known name that is most like `name`, for the end of a message; "": none is like it."""
-    near = difflib.get_close_matches(name, [*known], 1, cutoff)
+def closest(name: str, known: Iterable[str]) -> str:
+    """A sentence with the known name that is most like `name`, for the end of a message; "": none is clearly like it,
+    as a wrong hint is worse than none."""
+    near = difflib.get_close_matches(name, [*known], 1, 0.8)
     return f' Closest: "{near[0]}".' if near else ""
 
 

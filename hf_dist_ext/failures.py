@@ -5,8 +5,7 @@
     launcher and raised; one that only lost its peers waits in silence, as the launcher is about to end it
 (2) every such error says where it happened: rank, step, phase
 (3) processes whose launcher is gone end: what they meet through went with it, so a save would wait for ever
-(4) processes of several machines meet before they make a group, and who fails earlier tells the others why. One that
-    waits for others says so, and ends with what to check when none comes
+(4) processes that do not meet to make their group end with address, port and what to check
 (5) a watchdog per process knows step and phase. When a step takes longer than allowed, the processes leave notes in
     the group's store; one tells who was where and who left no note, and all end
 
@@ -22,7 +21,6 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -44,17 +42,13 @@ SAME_ERROR_SECONDS = 2  # for rank 0 to say what all have
 SAME_LINE_SECONDS = 4  # and for the launcher to end the others after it
 NOTE_SECONDS = 2  # for the others to leave their notes
 FRAMES = 2  # of a note
-MEETING, MEET_SECONDS = "hf_dist_meeting", 600  # of the processes of several machines
-FIRST_SECONDS, SAY_SECONDS = 10, 30  # after which a process says that it waits, and says it again
 CHECKS = (
-    "Check that every machine was started with the same address and port, that the port is open between them "
-    "(firewall), and that all take the network that they reach each other by: name its interface in "
-    "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (`ip -br addr` lists them). NCCL_DEBUG=INFO shows what NCCL tries."
+    "Look first whether one of them ended with an error of its own. Check that every machine was started with the "
+    "same address and port, that the port is open between them (firewall), and that all take the network that they "
+    "reach each other by: name its interface in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (`ip -br addr` lists "
+    "them). NCCL_DEBUG=INFO shows what NCCL tries."
 )
 ORPHAN_SECONDS = 30  # for a step and its checkpoint, where a signal ended the launcher and came here too
-
-
-_may_fail_early = True  # the processes have not met
 
 
 class Activity:
@@ -97,7 +91,6 @@ def exit_on_usage_error() -> Iterator[None]:
         if os.environ.get("HF_DIST_DEBUG") == "1":
             raise
         happened = time.time()
-        _tell_who_waits(error)
         if rank := launched.rank():
             # Mostly rank 0 has the same error and the launcher ends this process while it waits; if not, it speaks.
             time.sleep(SAME_LINE_SECONDS)
@@ -144,7 +137,6 @@ def first_error_only() -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's; there is no step to finish any more
         if isinstance(error, (UsageError, RunError)):
             raise  # exit_on_usage_error says it
-        _tell_who_waits(error)
         place = f"[rank {launched.rank()}: {activity}]"
         if hasattr(error, "add_note"):
             error.add_note(place)
@@ -209,105 +201,24 @@ def _watch_launcher(launcher: int, seconds: float, poll_seconds: float) -> None:
     os._exit(1)
 
 
-# ---- before there is a group ----
-
-
-def meet() -> None:
-    """Returns when the processes of all machines are there. Raises what one of them ended with before, or RunError
-    after MEET_SECONDS: in the group itself they would wait for each other in silence."""
-    global _may_fail_early
-    machines = launched.processes() // launched.processes_here(1)
-    began = time.monotonic()
-    say_at = began + FIRST_SECONDS
-    try:
-        if (store := _shared_store()) is None:
-            return
-        store.set(f"{MEETING}/{launched.rank()}", "here")
-        store.add(f"{MEETING}/count", 1)
-        while store.add(f"{MEETING}/count", 0) < launched.processes():
-            if store.check([f"{MEETING}/failed"]):
-                rank, host, words = json.loads(store.get(f"{MEETING}/failed"))
-                _may_fail_early = False
-                raise RunError(f"rank {rank} on {host} ended before the run began: {words}")
-            if time.monotonic() - began > MEET_SECONDS:
-                missing = machines - _num_here(store, machines)
-                raise RunError(
-                    f"{missing} of {machines} machines did not come to {_meeting_place()} within "
-                    f"{MEET_SECONDS:.0f} s. {CHECKS}"
-                )
-            if launched.rank() == 0 and time.monotonic() > say_at:
-                say_at = time.monotonic() + SAY_SECONDS
-                came = _num_here(store, machines)
-                _say_waiting(f"{machines} machines at {_meeting_place()}, {came} came", began)
-            time.sleep(0.5)
-    except RuntimeError as error:
-        if isinstance(error, RunError):
-            raise
-        raise RunError("the launcher of machine 0 ended before the run began. Its output says why.") from error
-    _may_fail_early = False
-
-
-def _num_here(store: Any, machines: int) -> int:
-    here = launched.processes_here(1)
-    return sum(store.check([f"{MEETING}/{rank}" for rank in range(i * here, (i + 1) * here)]) for i in range(machines))
-
-
-def _meeting_place() -> str:
-    return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-
-
-def _say_waiting(what: str, began: float) -> None:
-    print(f"hf-dist: waiting for {what}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-
-
 @contextlib.contextmanager
 def joining() -> Iterator[None]:
-    """Around the making of the process group, in which torch waits in silence: a thread speaks meanwhile, and ends the
-    process after MEET_SECONDS. What fails there is raised as a RunError that says what to check."""
+    """Around the making of the process group, in which torch waits in silence for ddp_timeout. What fails there is
+    raised as a RunError that says what to check."""
     if launched.processes() == 1:
         yield
         return
-    is_done = threading.Event()
-    threading.Thread(target=_speak_while_joining, args=(is_done,), daemon=True).start()
+    place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    if launched.rank() == 0 and launched.processes_here(1) < launched.processes():
+        print(f"hf-dist: {launched.processes()} processes of several machines meet at {place}", file=sys.stderr)
     try:
         yield
     except RuntimeError as error:
         is_of_network = any(word in str(error).lower() for word in ("connect", "timed out", "socket", "gloo", "nccl"))
         if isinstance(error, RunError) or is_about_a_peer(error) or not is_of_network:
             raise
-        place, words = _meeting_place(), str(error).strip().splitlines()[0]
+        words = str(error).strip().splitlines()[0]
         raise RunError(f"the {launched.processes()} processes did not meet at {place}: {words} {CHECKS}") from error
-    finally:
-        is_done.set()
-
-
-def _speak_while_joining(is_done: threading.Event) -> None:
-    began, pause = time.monotonic(), float(FIRST_SECONDS)
-    while not is_done.wait(min(pause, began + MEET_SECONDS - time.monotonic())):
-        what = f"all {launched.processes()} processes at {_meeting_place()}"
-        if time.monotonic() - began >= MEET_SECONDS:
-            record(text := f"{what} did not meet within {MEET_SECONDS:.0f} s. {CHECKS}")
-            print(f"error (rank {launched.rank()}): {text}", file=sys.stderr, flush=True)
-            os._exit(1)
-        if launched.rank() % launched.processes_here(1) == 0:  # one of a machine
-            _say_waiting(what, began)
-        pause = SAY_SECONDS
-
-
-def _tell_who_waits(error: BaseException) -> None:
-    """A process that fails before all have met."""
-    with contextlib.suppress(RuntimeError):  # the store is gone, and who waited with it
-        if _may_fail_early and (store := _shared_store()) is not None:
-            words = [launched.rank(), socket.gethostname(), str(error) or repr(error)]
-            store.set(f"{MEETING}/failed", json.dumps(words))
-
-
-def _shared_store() -> Any:
-    if (place := launched.shared_store()) is None:
-        return None
-    from torch.distributed import TCPStore
-
-    return TCPStore(*place, is_master=False, timeout=timedelta(seconds=60))
 
 
 # ---- a step that takes too long ----

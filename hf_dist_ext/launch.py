@@ -28,7 +28,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner import auto
 from hf_dist_ext.planner.described import check_data
 from hf_dist_ext.planner.devices import count_devices
-from hf_dist_ext.run import deepspeed_install, lease, packages, record
+from hf_dist_ext.run import compatibility, deepspeed_install, lease, packages, record
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.preemption import INTERRUPTED, REQUEUE, SIGNALS, forward_to_children, is_free
 from hf_dist_ext.run.presets import distributed_type, find_preset, is_shipped, load_preset, mesh_size
@@ -132,6 +132,7 @@ def plan_launch(run: Run, devices: int, program: Sequence[str] = ("scripts/train
             raise UsageError(
                 f'num_processes={wanted}, but "{path.stem}" is one process. Use "multi_gpu_ddp" or "auto".'
             )
+        _refuse_unread(run, kind, devices)
         return LaunchPlan(path, kind, 1, choice)
     if kind == "MULTI_CPU":
         raise UsageError(
@@ -168,6 +169,8 @@ def plan_launch(run: Run, devices: int, program: Sequence[str] = ("scripts/train
         )
     wanted = int(wanted or (mesh if mesh > 1 else devices // size * size) or max(CPU_PROCESSES, size))
     _refuse_too_many(wanted, devices, "Set num_processes to null")
+    is_alone = kind == "MULTI_GPU" and wanted == 1
+    _refuse_unread(run, "TP" if group > 1 else "NO" if is_alone else kind, devices)
     return LaunchPlan(path, kind, wanted, choice)
 
 
@@ -207,6 +210,15 @@ def _refuse_impossible(run: Run, kind: str, fsdp_version: int, devices: int, wha
     if run.training.get("fsdp") and kind != "FSDP" and (kind == "NO" or devices == 0):
         # Trainer would take the field and train without sharding: alone, or as DDP over gloo
         raise UsageError(f'fsdp is set, but {what} does not shard. Set "accelerate_config": "multi_gpu_fsdp" instead.')
+
+
+def _refuse_unread(run: Run, kind: str, devices: int) -> None:
+    """What every process would refuse, in `hf-dist config` too. A pipeline has rules of its own."""
+    for one in () if _pipeline_size(run) > 1 else run.stages or [run]:
+        is_fsdp = kind == "FSDP" or bool(one.training.get("fsdp") and devices)
+        is_ddp = is_fsdp and one.training.get("sharding") == "NO_SHARD"
+        compatibility.refuse_without_fsdp(one.training, "FSDP" if is_fsdp else kind)
+        compatibility.refuse_without_ddp(one.training, "MULTI_GPU" if is_ddp else "FSDP" if is_fsdp else kind)
 
 
 def _refuse_too_many(processes: int, devices: int, remedy: str) -> None:

@@ -24,15 +24,6 @@ def by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def shared_store() -> tuple[str, int] | None:
-    """Host and port of the store that torchrun keeps for the processes of several machines; None: it keeps none, there
-    is one machine, or it starts processes again and the store holds what those before have written."""
-    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not is_kept or os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0" or processes_here(1) == processes():
-        return None
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-
-
 def processes_here(default: int) -> int:
     """Processes of this run on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", default))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 MOST_WIDENING = 8
@@ -16,7 +16,7 @@ TOKENS = "tokens"  # the pooling that leaves a vector of every token
 # Whose text model gives the vector of its last position, and so reads texts of one width: all its positions.
 FIXED_WIDTH = frozenset({"siglip", "siglip_text_model", "siglip2", "siglip2_text_model"})
 LATE_TILE = (16, 32)  # queries and documents whose tokens meet at once in late interaction
-FSDP_FIELDS = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")  # pipelines: first
+FSDP_FIELDS = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")
 DDP_FIELDS = ("ddp_comm_hook", "ddp_gradient_as_bucket_view", "ddp_static_graph")  # read where DDP runs alone
 SENT_SHARE = 0.01  # of a gradient's elements, by DDP's hooks top_k and random_k
 
@@ -146,24 +146,22 @@ def is_known_optimizer(optimizer: str) -> bool:
 
 PIPELINE_SCHEDULE = "1f1b"  # where a run names none
 STAGES_PER_RANK = 2  # where a run says nothing and the schedule has several
-FIXED_STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zero_bubble_v": 2}  # the other schedules have any number
+ONE_STAGE_PER_RANK = ("gpipe", "1f1b")  # the other schedules have any number
 MESSAGES_ON_THE_WAY = 2  # of a direction, that have left and are not waited for
 REDUCED_TOGETHER = 2**28  # elements of gradients that copies of a pipeline average at once
 IN_ROUNDS = ("interleaved_1f1b", "zero_bubble")  # chunks come in rounds of equal length
 SPLIT_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd"})  # whose state is split as the parameter is
-CUT_BACKWARDS = ("zero_bubble", "zero_bubble_v")  # gradients of weights come later than those of a stage's input
 # Model types of which stage after stage was measured to be the whole model (pipeline/stages.py knows their parts).
 IN_STAGES = frozenset({"bert", "llama", "mistral", "modernbert", "qwen2", "qwen3", "roberta", "xlm-roberta"})
 
 
 def stages_per_rank(schedule: str, asked: int | None) -> int:
-    return FIXED_STAGES_PER_RANK.get(schedule) or asked or STAGES_PER_RANK
+    return 1 if schedule in ONE_STAGE_PER_RANK else asked or STAGES_PER_RANK
 
 
-def rank_of_stage(schedule: str, ranks: int, per_rank: int) -> list[int]:
-    """On which rank of a pipeline every stage lies. Down the ranks again and again; as a V, down and up again."""
-    down = list(range(ranks))
-    return [*down, *reversed(down)] if schedule == "zero_bubble_v" else down * per_rank
+def stages_of_rank(rank: int, ranks: int, per_rank: int) -> list[int]:
+    """Stages lie down the ranks of a pipeline, again and again."""
+    return list(range(rank, ranks * per_rank, ranks))
 
 
 def dealt_chunks(schedule: str, ranks: int, needed: int) -> int:
@@ -173,48 +171,31 @@ def dealt_chunks(schedule: str, ranks: int, needed: int) -> int:
     return needed
 
 
-def layers_of_stages(num_layers: int, places: Sequence[int], head: float = 0.0) -> list[int]:
-    """Layers per stage, so that all ranks have as much work as can be: after one layer for each stage, a layer goes to
-    the rank that has least to do, there to the stage that has least, and of equals to the last.
-
-    Args:
-        places: the rank of every stage.
-        head: what follows the last layer for every token, a vocabulary's matrix, in layers. Word embeddings are looked
-            up, and a projection behind the pooling sees one vector per row: neither counts.
-    """
-    counts, last = [1] * len(places), len(places) - 1
-    work = [1 + head * (stage == last) for stage in range(len(places))]
-    of_rank = [sum(w for w, p in zip(work, places, strict=True) if p == rank) for rank in range(max(places) + 1)]
-    for _ in range(num_layers - len(places)):
-        stage = min(range(last, -1, -1), key=lambda stage: (of_rank[places[stage]], work[stage]))
-        counts[stage] += 1
-        work[stage] += 1
-        of_rank[places[stage]] += 1
-    return counts
+def layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
+    """Layers per stage: the same number for all, and one more for the last ones: the first ranks hold more chunks."""
+    each, more = divmod(num_layers, num_stages)
+    return [each + (stage >= num_stages - more) for stage in range(num_stages)]
 
 
-def idle_share(schedule: str, ranks: int, per_rank: int, chunks: int, has_first_pass: bool = True) -> float:
+def idle_share(schedule: str, ranks: int, per_rank: int, chunks: int) -> float:
     """Of the time of a step that a rank waits, where a backward takes twice a forward's time, all stages the same, and
     messages none. For `gpipe` and `1f1b` it is (P - 1) / (M + P - 1), the bubble of GPipe
-    (https://arxiv.org/abs/1811.06965, 2.3). `has_first_pass`: forwards alone go before the training schedule, as they
-    do for a loss over embeddings."""
+    (https://arxiv.org/abs/1811.06965, 2.3). Forwards alone go before the training schedule."""
     missing = max(0, ranks - chunks)  # a round of fewer chunks than ranks waits for its first one
     first = ranks - 1 + (per_rank - 1) * missing  # of the forwards, in forwards of a stage
     training = 3 * first
     if schedule == "zero_bubble":
         training = ranks - 1 + per_rank * missing + (per_rank - 1) * max(0, ranks - 2 * chunks)
-    elif schedule == "zero_bubble_v":
-        first, training = 2 * (ranks - 1), max(ranks - 1, 4 * ranks - 2 - 2 * chunks)
-    idle = training + first * has_first_pass
-    return idle / (idle + (3 + has_first_pass) * per_rank * chunks)
+    idle = training + first
+    return idle / (idle + 4 * per_rank * chunks)
 
 
 def live_chunks(schedule: str, ranks: int, per_rank: int, chunks: int, rank: int) -> int:
     """Chunks whose activations a rank holds at once, each on one of its stages. A forward begins to hold them, the
     backward that ends with gradients of weights gives them up.
 
-    `gpipe` and `looped_bfs` hold all, `1f1b` P - rank, `interleaved_1f1b` (V - 1) P + 2 (P - 1 - rank) + 1 of a stage
-    each, `zero_bubble` V P, `zero_bubble_v` 2 P; never more than there are, and rounds may be longer than P.
+    `gpipe` holds all, `1f1b` P - rank, `interleaved_1f1b` (V - 1) P + 2 (P - 1 - rank) + 1 of a stage each,
+    `zero_bubble` V P; never more than there are, and rounds may be longer than P.
     """
     everything, after = per_rank * chunks, ranks - 1 - rank  # forwards; ranks that follow
     length = chunks // max(1, chunks // ranks) if schedule in IN_ROUNDS else chunks  # of a round
@@ -222,6 +203,5 @@ def live_chunks(schedule: str, ranks: int, per_rank: int, chunks: int, rank: int
         "1f1b": after,
         "interleaved_1f1b": (per_rank - 1) * length + 2 * after,
         "zero_bubble": min(everything, (per_rank - 1) * length + after) + rank,
-        "zero_bubble_v": 2 * ranks - 1,
     }.get(schedule, everything)
     return min(everything, ahead + 1)

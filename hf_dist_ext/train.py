@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dist_ext import launched
-from hf_dist_ext.failures import exit_on_usage_error, first_error_only, meet
+from hf_dist_ext.failures import exit_on_usage_error, first_error_only
 from hf_dist_ext.launch import hand_over_if_needed
 from hf_dist_ext.run import lease, record
 from hf_dist_ext.run.config import Run
@@ -61,7 +61,6 @@ def main(
         hand_over_if_needed(run, program, argv)  # (1)
         with StopSignals() as stop, first_error_only():
             try:
-                meet()
                 (act or train)(run)
             finally:
                 # a run that loads or saves has nothing to finish; SIGTERM may be a launcher's, after an error
@@ -93,7 +92,7 @@ def train(run: Run) -> None:
 
     is_main = launched.rank() == 0
     logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
-    for name in ("httpx", "mteb", "sentence_transformers"):
+    for name in ("httpx", "sentence_transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()  # of files that are read and written: the run has a bar of its own
     for line in run.echo if is_main else ():
@@ -172,8 +171,6 @@ def train_once(
     }
     if best := best_of(args, trainer.state):
         report["best"] = best
-    if views := parts.views(trainer, after):
-        report["views"] = views
     report |= trainer.scaling.report
     if parts.loss is not None:
         report |= {"contrastive_batch_size": trainer.meter.largest_batch, "num_chunks": trainer.meter.usual_chunks}
@@ -195,22 +192,21 @@ def of_first_time(output_dir: Path, report: dict[str, Any]) -> dict[str, Any]:
     logging.getLogger(__name__).info(
         "the run was at its end already: its seconds and sizes are those of its training."
     )
-    return measured | {name: report[name] for name in ("before", "after", "views") if name in report}
+    return measured | {name: report[name] for name in ("before", "after")}
 
 
 def print_end(report: dict, hints: list[str], output_dir: Path, pictures: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    from hf_dist_ext.training.final_model import kept_lines, tables_of
+    from hf_dist_ext.training.final_model import figures_of, kept_lines
 
-    for (title, *columns), rows in tables_of(report).items():
-        names = Column(title, overflow="fold")  # they are long, and cut they would all look alike
-        table = Table(names, *(Column(name, justify="right") for name in columns))
-        for row in rows:
-            table.add_row(*row)
-        if rows:
-            Console().print(table)
+    names = Column("held out", overflow="fold")  # they are long, and cut they would all look alike
+    table = Table(names, *(Column(name, justify="right") for name in ("before", "after")))
+    for row in figures_of(report):
+        table.add_row(*row)
+    if table.rows:
+        Console().print(table)
     for life in report.get("stages") or [report]:
         for line in kept_lines(life):
             print(line)

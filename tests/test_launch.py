@@ -65,6 +65,8 @@ def devices(monkeypatch):
         ({"accelerate_config": "hsdp"}, 0, "FSDP", 4),  # the mesh, 2 x 2
         ({"accelerate_config": "hsdp"}, 8, "FSDP", 4),
         ({"accelerate_config": "fsdp", "fsdp": True}, 2, "FSDP", 2),
+        ({"accelerate_config": "fsdp", "sharding": "SHARD_GRAD_OP"}, 1, "FSDP", 1),
+        ({"accelerate_config": "fsdp", "sharding": "NO_SHARD", "ddp_comm_hook": "fp16"}, 2, "FSDP", 2),
     ],
 )
 def test_the_plan_follows_the_run_file_and_the_devices(make_run, keys, visible, kind, processes):
@@ -97,6 +99,11 @@ def test_a_file_of_the_user_s_own_says_its_number_of_processes(make_run, content
         (None, {"accelerate_config": "nonsense"}, 0, "no preset.*multi_gpu_ddp"),
         (None, {"fsdp": True}, 0, "multi_gpu_fsdp"),
         (None, {"fsdp": True, "accelerate_config": "ddp"}, 0, "multi_gpu_fsdp"),
+        (None, {"sharding": "FULL_SHARD", "accelerate_config": "ddp"}, 2, "no meaning without FSDP.*multi_gpu_fsdp"),
+        (None, {"cpu_offload": True, "accelerate_config": "single"}, 2, "cpu_offload=True has no meaning without"),
+        (None, {"ddp_comm_hook": "fp16", "accelerate_config": "fsdp"}, 2, "FSDP, which scatters.*multi_gpu_ddp"),
+        (None, {"ddp_comm_hook": "fp16", "accelerate_config": "tp"}, 4, "tensor parallelism, which reduces"),
+        (None, {"ddp_comm_hook": "fp16", "accelerate_config": "ddp"}, 1, "one process, which sends no gradients"),
         ({"distributed_type": "MULTI_CPU"}, {}, 0, "MULTI_CPU.*multi_gpu_ddp"),
         ({"distributed_type": "FSDP"}, {}, 0, "FSDP version 1.*fsdp_version: 2"),
         ({"distributed_type": "DEEPSPEED"}, {}, 2, "pip install"),
@@ -267,7 +274,7 @@ def test_only_the_first_process_looks_at_the_output_dir(make_run, devices, monke
 
 @pytest.mark.parametrize(
     "keys, words",
-    [({"dataset_name": "gone.jsonl"}, "gone.jsonl"), ({"report_to": "wandbb"}, "wandbb"), ({"fsdp": True}, "shard")],
+    [({"dataset_name": "gone.jsonl"}, "gone.jsonl"), ({"report_to": "trackio"}, "trackio"), ({"fsdp": True}, "shard")],
 )
 def test_an_occupied_output_dir_hides_no_other_mistake(make_run, devices, keys, words):
     devices(0)

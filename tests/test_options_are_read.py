@@ -5,13 +5,11 @@ import json
 import pytest
 import torch
 from datasets import IterableDataset
-from transformers.training_args import OptimizerNames
 
 from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import from_run
-from hf_dist_ext.run import packages
 from hf_dist_ext.tasks.parts import Parts
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -60,14 +58,17 @@ def stream(folder):
     made.get_train_dataloader()
 
 
-def without_loss(folder, **options):
+def without_loss(folder, pipeline_parallel_size=None, **options):
     args = DistTrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], **options)
+    args.pipeline_parallel_size = pipeline_parallel_size  # refused in one process
     return DistTrainer(Tiny(), args, train_dataset=[0])
 
 
 @pytest.mark.parametrize("build, words", [
     (lambda path: without_loss(path, gradient_cache_chunk_size=4), "gradient_cache_chunk_size=4 needs a loss"),
     (lambda path: without_loss(path, no_duplicates_in_batch=True), "no_duplicates_in_batch=True needs a loss"),
+    (lambda path: without_loss(path, pipeline_parallel_size=2, gradient_cache_chunk_size=4),
+     "pipeline_parallel_size=2 needs a loss over embeddings"),
     (lambda path: trainer(path, label_smoothing_factor=0.1), "label_smoothing_factor=0.1"),
     (lambda path: trainer(path, auto_find_batch_size=True), "the batch is part of the loss"),
     (lambda path: trainer(path, optim="lomo"), "optim='lomo' updates weights inside of backward"),
@@ -101,6 +102,7 @@ def test_the_devices_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
     ({"is_causal": False, "use_lora": True}, "is_causal=false with use_lora: adapters"),
     ({"is_causal": True}, "is_causal=true, and BertModel of the installed"),
     ({"bf16_full_eval": True}, "would round the weights that are saved behind it"),
+    ({"loss": None, "pipeline_parallel_size": 2}, "pipeline_parallel_size=2 needs a loss over embeddings"),
     ({"eval_steps": 2}, "eval_steps=2 has no effect without eval_strategy"),
     ({"eval_strategy": "steps", "save_strategy": "epoch", "load_best_model_at_end": True},
      "requires the save and eval strategy to match, except when --save_strategy=\"best\", but found - Evaluation"),
@@ -118,8 +120,6 @@ def test_the_devices_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
     ({"load_best_model_at_end": True, "eval_strategy": "no", "save_strategy": "no"},
      'load_best_model_at_end=true, but eval_strategy is "no"'),
     ({"fp16": True}, "fp16=true, and this process computes on a CPU"),
-    ({"optim": "paged_adamw_8bit"}, 'optim="paged_adamw_8bit" needs the package no-such, which is not installed'),
-    ({"use_liger_kernel": True}, "use_liger_kernel=true needs the package no-such"),
     ({"lr_scheduler_kwargs": {"num_cycle": 2}, "lr_scheduler_type": "cosine"},
      'lr_scheduler_kwargs has "num_cycle", and lr_scheduler_type="cosine" takes num_cycles'),
     ({"lr_scheduler_kwargs": {"num_cycles": "two"}, "lr_scheduler_type": "cosine", "warmup_steps": 0},
@@ -152,9 +152,6 @@ def test_the_devices_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
     ({"eval_holdout": ..., "eval_strategy": "steps"}, "no rows to evaluate on"),
 ])  # fmt: skip
 def test_fields_of_a_run_file_that_nothing_reads_are_refused(main, run_file, monkeypatch, capsys, options, words):  # noqa: F811
-    missing = "no_such"  # here or there its package may be installed
-    monkeypatch.setattr(packages, "OPTIMIZERS", dict.fromkeys(packages.OPTIMIZERS, missing))
-    monkeypatch.setattr(packages, "LIGER", missing)
     with pytest.raises(SystemExit) as left:
         main(["--config", run_file(**options)])
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ") or words in line]
@@ -170,12 +167,6 @@ def test_the_hub_is_asked_once_for_a_name_that_it_does_not_have(main, run_file, 
     with pytest.raises(SystemExit):
         main(["--config", run_file(model_name_or_path="tests/task", model_config=..., tokenizer_name=...)])
     assert 'error: Model "tests/task" is neither a folder here' in capsys.readouterr().err
-
-
-def test_every_optimizer_that_is_not_torchs_has_its_package():
-    own = {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"}
-    assert {name.value for name in OptimizerNames if packages.package_of(name.value) is None} == own
-    assert packages.package_of("lion_32bit") == packages.package_of("adamw_8bit") == "bitsandbytes"
 
 
 def test_a_precision_that_is_switched_off_is_not_switched_on_by_the_yaml(main, run_file, monkeypatch, capsys):  # noqa: F811

@@ -288,7 +288,7 @@ NEWEST, OVER = ["--resume_from_checkpoint", "true"], ["--overwrite_output_dir"]
     ([*OVER, "--per_device_train_batch_size", "1000"], {}, "fewer than one global batch"),
     ([*OVER, "--tokenizer_name", "no/such/folder"], {}, "tokenizer"),
     (OVER, {"model_config": {"model_type": "bort"}}, "bort"),
-    ([*OVER, "--report_to", "tensorboard", "wandbb"], {}, "no tracker that Trainer knows"),
+    ([*OVER, "--report_to", "tensorboard", "trackio"], {}, "needs the package trackio"),
     ([*OVER, "--fsdp", "true"], {}, "does not shard"),
     ([*OVER, "--push_to_hub"], {}, "HF_HUB_OFFLINE"),
     ([*OVER, "--resume_weights_only"], {}, "has no effect without resume_from_checkpoint"),

@@ -36,7 +36,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import meanwhile
-from hf_dist_ext.strategies.tensors import held_here, is_split, is_whole_at_times, num_parts
+from hf_dist_ext.strategies.tensors import held_here, is_split, num_parts
 
 # Relative to the largest: what rounding explains at least of a gradient. Where the plain step rounds by more, it must
 # give the same again: the same numbers round alike, but for the order in which a GPU adds them up.
@@ -98,6 +98,11 @@ def audit(trainer: Any, num_rows: int | None = None, reference: str = "auto") ->
         raise UsageError("an audit compares the gradient of a loss over embeddings, and this trainer has loss=None.")
     if trainer.model_init is not None:
         raise UsageError("model_init makes a model when training begins, so an audit has none. Give model instead.")
+    if trainer.strategy.has_engine:
+        raise UsageError(
+            "an audit reads gradients before the optimizer's step, which DeepSpeed's engine makes inside of the last "
+            "backward. Audit the run on one process or under multi_gpu_fsdp."
+        )
     if reference not in REFERENCES:
         raise UsageError(f'reference="{reference}": choose one of {", ".join(REFERENCES)}.')
     return _Audit(trainer, num_rows, reference).run()
@@ -113,8 +118,7 @@ class _Audit:
         self.checks: list[Check] = []
 
     def run(self) -> AuditReport:
-        with self.trainer.strategy.keeping_gradients():
-            self.repeated.run(self.updates())
+        self.repeated.run(self.updates())
         return AuditReport(self.described(), collectives.told_by_first(self.checks))
 
     def _copy(self) -> tuple[PlainStep | None, str]:
@@ -125,8 +129,6 @@ class _Audit:
             return None, f'ddp_comm_hook="{hook}" sends an approximation'
         if not all(p.is_floating_point() for p in model.parameters()):
             return None, "quantized weights have no copy in float64"
-        if any(map(is_whole_at_times, model.parameters())):
-            return None, "ZeRO-3 has split the model already: audit it before train()"
         if not (strategy.comes_with_model or any(map(is_split, model.parameters()))):
             return self._copied(model)
         if not is_of_sentence_transformers(model):
@@ -205,8 +207,7 @@ class _Audit:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """What this process has of them."""
-        own = {name: self.trainer.strategy.gradient_of(p) for name, p in self.parameters.items()}
-        return {name: gradient for name, gradient in own.items() if gradient is not None}
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def gathered(self, tensors: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """Whole gradients (or `tensors`, by the same names) in float64, on rank 0."""

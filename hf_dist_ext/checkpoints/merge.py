@@ -228,14 +228,14 @@ def check_can_save_merged(model: nn.Module, will_be_split: bool) -> None:
         others = [f'one is called "{name}", not "default"' for name in adapters_of(model) if name != "default"]
         if (why := next(iter(others), None) or why_not_by_weights(model)) is not None:
             raise UsageError(
-                f"this run's adapters can not be merged at its end: {why}, and under FSDP, ZeRO-3, tensor parallelism "
-                "and in a pipeline only plain LoRA is merged. Train a base that lies in a folder, and leave "
-                "save_full_model off."
+                f"this run's adapters can not be merged at its end: {why}, and under FSDP, ZeRO-3 and in "
+                "a pipeline only plain LoRA is merged. Train a base that lies in a folder, and leave save_full_model "
+                "off."
             )
     else:
         raise UsageError(
-            "save_full_model=true with adapters does not work under FSDP, ZeRO-3 and in a pipeline. Turn it off; "
-            "hf-dist merge makes the complete model of what the run ends with."
+            "save_full_model=true with adapters does not work under FSDP and ZeRO-3. Turn it off; hf-dist merge makes "
+            "the complete model of what the run ends with."
         )
 
 

@@ -36,11 +36,8 @@ def load(model: nn.Module, folder: Path, trust: bool, strategy: Strategy) -> boo
     False: it holds adapters that peft reads."""
     safe_reading.check(folder, trust)
     is_own_folder = is_of_sentence_transformers(model) and (folder / "modules.json").is_file()
-    if adapters_of(model) and not is_own_folder:
-        if strategy.load_adapters(folder):
-            return True
-        if list(folder.glob("**/adapter_model.*")):
-            return False
+    if adapters_of(model) and not is_own_folder and list(folder.glob("**/adapter_model.*")):
+        return False
     if (folder / SHARDED_BY_FSDP).is_dir():
         state = {"model": {name: value.clone() for name, value in model.state_dict().items()}}
         safe_reading.load(state, folder / SHARDED_BY_FSDP, trust)

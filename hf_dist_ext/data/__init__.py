@@ -8,10 +8,9 @@ resume. `row_ids.py` numbers texts that may not share a batch, in files of `kept
 datasets, and `fingerprint.py` finds out whether the data are the same. `collator.py` has what all collators share:
 `sentence_collator.py` makes batches by a tokenizer or the `preprocess` of a SentenceTransformer,
 `image_text_collator.py` those of conversations, and `row_facts.py` takes a batch apart again. `tokens.py` holds texts'
-tokens before they are padded, and `tokenized.py` makes them once for a run that reads its rows again. `evaluations.py`
-reads the corpora and rows that a run is judged by. `bad_rows.py` has what a training loader calls for a batch, which
-replaces rows that can not be used; `storage.py` deals with files that can not be read, and `encoding.py` with files
-that are not UTF-8.
+tokens before they are padded. `evaluations.py` reads the corpora and rows that a run is judged by. `bad_rows.py` has
+what a training loader calls for a batch, which replaces rows that can not be used; `storage.py` deals with files that
+can not be read, and `encoding.py` with files that are not UTF-8.
 """
 
 from typing import TYPE_CHECKING

@@ -7,8 +7,8 @@
 
 The columns of the rows are embedded in their order. Tensors of `preprocess` are features, whatever their first axis
 holds (engine/images.py cuts those of pictures); what else it gives is the same for all rows, a column's constants.
-Where it gives tokens and nothing else, these are taken out of its padding, so that texts can be tokenized once
-(tokenized.py) and travel end to end. Letters: B rows, R values of a column, N their tokens, T tokens of the longest.
+Where it gives tokens and nothing else, these are taken out of its padding, so that they travel end to end.
+Letters: B rows, R values of a column, N their tokens, T tokens of the longest.
 """
 
 from __future__ import annotations
@@ -38,16 +38,7 @@ from hf_dist_ext.data.collator import (
 )
 from hf_dist_ext.data.columns import PARTS
 from hf_dist_ext.data.mixture import SOURCE, one_source
-from hf_dist_ext.data.tokens import (
-    KEPT,
-    MASK,
-    TokenizedText,
-    Tokens,
-    silence_threads,
-    threads_of_tokenizer,
-    tokens_depend_on,
-    without_rows,
-)
+from hf_dist_ext.data.tokens import KEPT, MASK, Tokens, without_rows
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.fields import show
 
@@ -123,10 +114,8 @@ class SentenceCollator:
         # shared with the workers of a loader, which live through an epoch
         self._epoch = torch.zeros((), dtype=torch.long).share_memory_() if self.draws_prompts else None
         self._forget()
-        silence_threads()
 
     def _forget(self) -> None:
-        self._known: dict[str, dict[str, Any]] = {}  # column -> its constants, for texts that carry their tokens
         self._are_wide: dict[str, bool] = {}  # column -> see `_is_wide`
         self._of_sources: dict[str | None, SentenceCollator] = {self.source: self}
 
@@ -244,11 +233,6 @@ class SentenceCollator:
         if not values:  # no row of this batch has one; rows of other processes may
             features, constants = self._column(name, place, [""], None if draws is None else [""])
             return without_rows(features), constants
-        if all(isinstance(value, TokenizedText) for value in values):
-            if name not in self._known:
-                self._known[name] = self._preprocessed(name, place, [""])[1]
-            tokens = Tokens.of_texts(values)
-            return (tokens.flat if self.flat else tokens.padded)(*self._padding()), self._known[name]
         features, constants = self._preprocessed(name, place, values, draws)
         tokens = unpadded(features, *self._padding())
         if tokens is None or (MASK in features and (not self.flat or self._is_wide(name, place))):
@@ -265,8 +249,7 @@ class SentenceCollator:
             values, prompt = [self._drawn(prompt, name, key) + _text(name, text) for text, key in texts], None
         length = self._length_of(name, task)
         more = {} if length is None else {"max_length": length}
-        with threads_of_tokenizer():
-            found = self.preprocess(values, prompt=prompt, task=task, **more)
+        found = self.preprocess(values, prompt=prompt, task=task, **more)
         if task is not None:
             found = {**found, "task": task}
         if "pixel_values" in found and "input_ids" in found:
@@ -307,7 +290,7 @@ class SentenceCollator:
         facts = f"{self.seed} {int(self._epoch)} {column} {key}".encode()
         return prompts[int.from_bytes(hashlib.blake2b(facts, digest_size=8).digest(), "little") % len(prompts)]
 
-    # ---- tokens, for tokenized.py ----
+    # ---- tokens ----
 
     def _padding(self) -> tuple[dict[str, int], str]:
         """(key -> the number of padding, the side of it), of the model's tokenizer."""
@@ -317,41 +300,6 @@ class SentenceCollator:
 
     def _place(self, column: str) -> int:
         return list(self.columns).index(column)
-
-    def gives_tokens(self, column: str) -> bool:
-        """Whether the texts of a column become tokens and nothing else, the same in every epoch."""
-        if not isinstance(self.prompt_of(column), str | None) or self._is_wide(column, self._place(column)):
-            return False
-        texts = ["a text", "another text than that"]  # one of them is padded
-        return unpadded(self._preprocessed(column, self._place(column), texts)[0], *self._padding()) is not None
-
-    def tokens(self, column: str, texts: list[str]) -> Tokens:
-        tokens = unpadded(self._preprocessed(column, self._place(column), texts)[0], *self._padding())
-        assert tokens is not None, column
-        return tokens
-
-    def token_keys(self, column: str) -> list[str]:
-        return list(self.tokens(column, ["a text"]).values)
-
-    def tokens_depend_on(self, column: str) -> list | None:
-        """All that tells one text's tokens from those of another model, prompt or length; None: not known."""
-        import sentence_transformers
-        from sentence_transformers.base.model import BaseModel
-
-        first = getattr(self.preprocess, "__self__", [None])[0]
-        is_known = (
-            type(first).__module__ == "sentence_transformers.base.modules.transformer"
-            and getattr(self.preprocess, "__func__", None) is BaseModel.preprocess  # the user's may change texts
-            and "preprocess" not in vars(first)
-        )
-        own = tokens_depend_on(self.tokenizer) if is_known and self.tokenizer is not None else None
-        if own is None or getattr(first, "tokenizer", None) is not self.tokenizer:
-            return None
-        task = self.task_of(column, self._place(column))
-        templates = [getattr(one, "chat_template", None) for one in (self.tokenizer, self.processor)]
-        lengths = [self.max_length, first.max_seq_length]
-        options = sorted((name, repr(value)) for name, value in first.get_config_dict().items())
-        return [sentence_transformers.__version__, options, templates, self.prompt_of(column), task, *lengths, own]
 
 
 class ContrastiveCollator(SentenceCollator):
@@ -383,11 +331,6 @@ class ContrastiveCollator(SentenceCollator):
         super().__init__(
             _TokenizerReader(tokenizer, processor), list(columns), dict(prompts or {}), is_of_run=True, **more
         )
-
-    def tokens_depend_on(self, column: str) -> list | None:
-        own = tokens_depend_on(self.tokenizer)
-        limit = self.preprocess.limit(self._length_of(column, None))
-        return None if own is None else [self.prompt_of(column) or "", limit, own]
 
 
 @dataclass(eq=False)

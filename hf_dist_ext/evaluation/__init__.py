@@ -1,10 +1,8 @@
-"""Figures while a model trains, on all ranks: evaluators of sentence-transformers, of `mteb` and of your own.
+"""Figures while a model trains, on all ranks: evaluators of sentence-transformers and of your own.
 
 `encoder.py` is a model whose `encode` shares its rows out over ranks, `evaluators.py` runs evaluators on it, and
-`from_files.py` makes evaluators of what a run file names: those of sentence-transformers, tasks of mteb
-(`mteb_task.py`) and whole corpora (`corpus.py`), whose right documents `corpus_ranks.py` finds. `views.py` has
-embeddings as they are compared, `token_vectors.py` those of every token, and `retrieval_metrics/` computes figures
-from ranks. `stream_rows.py` tells the rows of a stream from those that fill up a batch.
+`from_files.py` makes evaluators of what a run file names. Of held-out rows `token_vectors.py` compares the vectors of
+every token, and `retrieval_metrics/` computes figures from ranks.
 """
 
 from typing import TYPE_CHECKING

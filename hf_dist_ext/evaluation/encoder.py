@@ -4,20 +4,19 @@
     encoder.encode(texts)       # on every rank: each encodes a share, all get all embeddings in the order of `texts`
 
 An encoder is the user's model under another class: it has the same weights, prompts, similarity and model card, so
-that evaluators and mteb take it for the model. Its `encode`, `encode_query` and `encode_document` are those of
+that evaluators take it for the model. Its `encode`, `encode_query` and `encode_document` are those of
 sentence-transformers, down to the method that runs the model over a list of rows:
 (1) rows are dealt to ranks in turn, the longest first, so that ranks have equal work and batches have little padding
 (2) every rank runs equally many batches, since a forward may be a collective: a rank with one row less repeats a row
 (3) embeddings are gathered on every rank and put into the caller's order
 
-While an evaluator runs on rank 0 alone, the other ranks `serve` it: rank 0 first tells them what to encode. One with a
-method `on_all_ranks` runs there (`with_all_ranks`), and every rank may encode rows of its own (`encode_apart`).
+While an evaluator runs on rank 0 alone, the other ranks `serve` it: rank 0 first tells them what to encode.
 Letters: n rows, D embedding, t tokens of a row, W ranks with rows of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -46,8 +45,6 @@ class Encoding:
         after_batch: called after every batch, equally often on all ranks.
         is_asking: this rank runs an evaluator and the other ranks serve it.
         is_shared: all ranks are inside of the same forwards.
-        is_apart: every rank encodes rows of its own, in equally many batches.
-        evaluators: those that run on all ranks, in the same order on each.
         failure: what such forwards have raised on every rank.
     """
 
@@ -59,8 +56,6 @@ class Encoding:
     after_batch: Callable[[], Any]
     is_asking: bool = False
     is_shared: bool = False
-    is_apart: bool = False
-    evaluators: Sequence[Any] = ()
     failure: BaseException | None = None
 
     @contextmanager
@@ -144,25 +139,9 @@ class SharedEncoder:
                 "encode(output_value=None) returns what every module has computed, which processes do not exchange. "
                 'Ask for "sentence_embedding" or "token_embeddings".'
             )
-        if run.is_apart:
-            return super()._inference(inputs, **options)  # type: ignore[misc]
         if run.is_asking:
             run.ask("encode", inputs, options | {"show_progress_bar": False})
         return self.encode_together(inputs, options)
-
-    def encode_apart(self, encode: Callable[[], Any]) -> Any:
-        """What `encode` returns, in which this rank encodes rows of its own. Every rank calls it, with as many rows
-        and one batch size; an error of one is raised on all, as in `encode_together`."""
-        run, found = self.encoding, []
-        run.is_apart = True
-        try:
-            with run.shared():
-                if run.strategy.forwards_are_collective:
-                    found.append(encode())
-                together(lambda: found or found.append(encode()))
-        finally:
-            run.is_apart = False
-        return found[0]
 
     def _multi_process(self, inputs: list, **options: Any) -> Any:
         raise UsageError(
@@ -212,8 +191,6 @@ class SharedEncoder:
                 return
             if kind == "encode":
                 self.encode_together(*content)
-            elif kind == "evaluate":
-                run.evaluators[content[0]].on_all_ranks(self)
             else:
                 with torch.no_grad():
                     (features, *more), options = content
@@ -242,26 +219,6 @@ def asking(encoder: SharedEncoder) -> Iterator[None]:
             hook.remove()
         if run.failure is None:
             run.ask("end")
-
-
-@contextmanager
-def with_all_ranks(encoder: SharedEncoder, evaluator: Any) -> Iterator[None]:
-    """Around `evaluator.on_all_ranks(encoder)` on the rank that runs evaluators, which lets the others call it too."""
-    run = encoder.encoding
-    if not (is_asking := run.is_asking):  # every rank calls the evaluator itself
-        yield
-        return
-    if evaluator not in run.evaluators:
-        raise UsageError(
-            f"{type(evaluator).__name__} runs on all processes, which do not find it inside of another evaluator. "
-            "Give it to the trainer itself, or in a list."
-        )
-    run.ask("evaluate", list(run.evaluators).index(evaluator))
-    run.is_asking = False
-    try:
-        yield
-    finally:
-        run.is_asking = is_asking
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Runs evaluators of sentence-transformers, of mteb or of a user on a model that is spread over the ranks of a run.
+"""Runs evaluators of sentence-transformers or of a user on a model that is spread over the ranks of a run.
 
     figures = run_evaluators(evaluator, encoder, folder, epoch, step, seed)     # on every rank, which all get them
 
@@ -77,7 +77,7 @@ def run_evaluators(
         epoch, steps: how far training is; -1: no training.
     """
     run, failure, figures = encoder.encoding, None, {}
-    run.failure, run.evaluators = None, [one for one in each_of(evaluator) if hasattr(one, "on_all_ranks")]
+    run.failure = None
     with drawing_apart(seed), in_eval_mode(run.model):
         try:
             if collectives.rank() == 0:
@@ -172,7 +172,7 @@ def check_best_metric(best: str | None, evaluator: Any, others: Sequence[str]) -
     )
 
 
-# ---- of a run file (from_files.py), whose figures and views are known before they run ----
+# ---- of a run file (from_files.py), whose figures are known before they run ----
 
 
 def figure_names(evaluator: Any) -> Sequence[str] | None:
@@ -204,16 +204,3 @@ def is_hidden(name: str, evaluator: Any) -> bool:
     """Whether a figure, without "eval_", is one of evaluators that a report does not show."""
     is_theirs = any(name.startswith(f"{one}_") for one in names_of(evaluator)) or name == "sequential_score"
     return is_theirs and name not in headlines_of(evaluator)
-
-
-def by_view(evaluator: Any, figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Headline -> "whole", "dim128", "int8" and so on -> figure, of evaluations with `dims` or `precisions`.
-    `figures`: what `evaluate()` gives."""
-    found = {}
-    for part in each_of(evaluator):
-        name, prefixes = getattr(part, "name", None), getattr(part, "view_prefixes", ())
-        for headline in (getattr(part, "headlines", None) or ()) if len(prefixes) > 1 else ():
-            of_view = {prefix: f"eval_{name}_{prefix}{headline.removeprefix(f'{name}_')}" for prefix in prefixes}
-            labels = {prefix: prefix.replace("_", " ").strip() or "whole" for prefix in prefixes}
-            found[headline] = {labels[prefix]: figures[one] for prefix, one in of_view.items()}
-    return found

@@ -37,15 +37,6 @@ class TokenVectors:
     def __getitem__(self, rows: Any) -> TokenVectors:
         return TokenVectors(self.vectors[rows], self.mask[rows])
 
-    @property
-    def device(self) -> torch.device:
-        return self.vectors.device
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """n, and the numbers of a row."""
-        return len(self), self.vectors.shape[1] * self.vectors.shape[2]
-
     def float(self) -> TokenVectors:
         return TokenVectors(self.vectors.float(), self.mask)
 
@@ -62,17 +53,6 @@ class TokenVectors:
             found[:, tile.rows] = torch.segment_reduce(best, "sum", lengths=self.mask.sum(dim=1), axis=0)
         return found.index_select(1, in_tiles.back)
 
-    def scores_of_pairs(self, documents: TokenVectors) -> torch.Tensor:
-        """(n,) of row i and document i."""
-        size = max(1, TILE // max(1, self.vectors.shape[1] * documents.vectors.shape[1]))
-        found = [self._of_pairs(documents, slice(low, low + size)) for low in range(0, len(self), size)]
-        return torch.cat(found) if found else self.vectors.new_zeros(0)
-
-    def _of_pairs(self, documents: TokenVectors, rows: slice) -> torch.Tensor:
-        products = self.vectors[rows] @ documents.vectors[rows].transpose(1, 2)
-        best = products.masked_fill_(~documents.mask[rows, None], -torch.inf).amax(dim=2)
-        return best.masked_fill(~self.mask[rows], 0.0).sum(dim=1)
-
 
 Compared = torch.Tensor | TokenVectors
 
@@ -88,13 +68,6 @@ def compared(output: Any, loss: Any) -> Compared:
 def scores_of(queries: Compared, documents: Compared) -> torch.Tensor:
     """(n, m)"""
     return queries @ documents.T if isinstance(queries, torch.Tensor) else queries.scores(documents)
-
-
-def scores_of_pairs(queries: Compared, documents: Compared) -> torch.Tensor:
-    """(n,)"""
-    if isinstance(queries, torch.Tensor):
-        return (queries * documents).sum(dim=-1)
-    return queries.scores_of_pairs(documents)
 
 
 # ---- on the way through Trainer's evaluation, which pads what differs in width with -100 ----

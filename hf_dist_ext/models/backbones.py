@@ -32,7 +32,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import plans, splitting
+from hf_dist_ext.strategies import splitting
 
 logger = logging.getLogger(__name__)
 # of transformers' cached_file: no such file, no network, no access
@@ -76,7 +76,7 @@ def split_options(config: PreTrainedConfig, distributed_config: Any) -> dict[str
     if distributed_config is None:
         return {}
     splitting.check_can_be_split(config, distributed_config.tp_size)
-    return {"distributed_config": plans.with_plan(distributed_config, config)}
+    return {"distributed_config": distributed_config}
 
 
 def warn_of_own_code(name: str | Path, config: PreTrainedConfig, trust_remote_code: bool) -> None:

@@ -30,9 +30,12 @@ class PipelineShape:
     parts: int = 1
 
     @property
-    def places(self) -> list[int]:
-        """The rank of every stage."""
-        return policy.rank_of_stage(self.schedule, self.ranks, self.per_rank)
+    def stages_of_ranks(self) -> list[list[int]]:
+        return [policy.stages_of_rank(rank, self.ranks, self.per_rank) for rank in range(self.ranks)]
+
+    @property
+    def num_stages(self) -> int:
+        return self.ranks * self.per_rank
 
     @property
     def devices(self) -> int:
@@ -179,11 +182,8 @@ def refusal(strategy: StrategySpec, work: Workload, hardware: Hardware) -> str:
     sharding, of_ddp = work.given.get("sharding"), [name for name in policy.DDP_FIELDS if work.given.get(name)]
     if work.is_in_4_bits and (strategy.shards or strategy.pipeline):
         return "load_in_4bit keeps the base whole in every process"
-    if tensor_parallel_size(strategy, work, hardware) > 1:
-        if work.given.get("use_lora"):
-            return "split layers do not go with use_lora"
-        if work.optimizer not in policy.SPLIT_OPTIMIZERS:
-            return f"split layers do not go with optim={work.optimizer}"
+    if tensor_parallel_size(strategy, work, hardware) > 1 and work.optimizer not in policy.SPLIT_OPTIMIZERS:
+        return f"split layers do not go with optim={work.optimizer}"
     if strategy.is_deepspeed and (reason := _not_under_deepspeed(strategy, work)):
         return reason
     if of_ddp and strategy.name != "DDP":

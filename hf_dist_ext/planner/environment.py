@@ -13,11 +13,10 @@ import psutil
 from hf_dist_ext.planner import devices
 from hf_dist_ext.planner.catalog import GIB
 from hf_dist_ext.run.fields import is_secret
-from hf_dist_ext.run.versions import untested
 
 PACKAGES = (
     "hf_dist_ext", "torch", "transformers", "accelerate", "datasets", "peft", "tokenizers", "safetensors",
-    "huggingface_hub", "numpy", "sentence-transformers", "deepspeed", "bitsandbytes", "flash-attn", "mteb",
+    "huggingface_hub", "numpy", "sentence-transformers", "deepspeed", "bitsandbytes", "flash-attn",
 )  # fmt: skip
 SETTINGS = tuple("ACCELERATE_ CUDA_ GLOO_ HF_ HIP_ NCCL_ OMP_ ROCR_ SLURM_JOB_NUM TORCH".split())
 
@@ -36,7 +35,6 @@ def lines() -> list[str]:
     ]
     found += devices.described()
     settings = sorted(name for name in os.environ if name.startswith(SETTINGS))
-    found += [f"note: {sentence}" for sentence in untested()]
     return [*found, *(f"{name}: {'***' if is_secret(name.lower()) else os.environ[name]}" for name in settings)]
 
 

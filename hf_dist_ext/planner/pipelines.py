@@ -85,7 +85,7 @@ def _pipeline(work: Workload, ranks: int, parts: int) -> PipelineShape:
 
 def _why_not_cut(work: Workload, pipeline: PipelineShape) -> str:
     """ "" where every stage gets a layer."""
-    split, stages = pipeline.split, len(pipeline.places)
+    split, stages = pipeline.split, pipeline.num_stages
     if split is not None and len(split) != stages - 1:
         return f"pipeline_split={list(split)} has {len(split)} numbers, {stages} stages need {stages - 1}"
     if stages <= num_layers(work) and min(layers_of(work, pipeline)) > 0:
@@ -111,7 +111,7 @@ def layers_of(work: Workload, pipeline: PipelineShape) -> list[int]:
     count = num_layers(work)
     if pipeline.split is not None:
         return [end - first for first, end in zip((0, *pipeline.split), (*pipeline.split, count), strict=True)]
-    return policy.layers_of_stages(count, pipeline.places)
+    return policy.layers_of_stages(count, pipeline.num_stages)
 
 
 # ---- (2) ----
@@ -126,9 +126,7 @@ class Staged:
         self.case, self.work, self.pipeline = case, case.work, pipeline
         self.copies = case.hardware.num_devices // pipeline.devices
         self.layers = layers_of(case.work, pipeline)
-        self.layers_of_ranks = [0] * pipeline.ranks
-        for rank, count in zip(pipeline.places, self.layers, strict=True):
-            self.layers_of_ranks[rank] += count
+        self.layers_of_ranks = [sum(self.layers[stage] for stage in own) for own in pipeline.stages_of_ranks]
         self.most_layers = max(self.layers_of_ranks)
         # those of which one needs most: with the word embeddings, with the most layers, with the loss
         self.largest = {0, self.layers_of_ranks.index(self.most_layers), pipeline.ranks - 1}

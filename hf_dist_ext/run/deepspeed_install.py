@@ -39,42 +39,19 @@ def check_version(version: str, what: str = "") -> None:
         )
 
 
-def why_unusable(offload_device: str | None = None) -> str | None:
+def why_unusable() -> str | None:
     try:
         check()
-        check_offload(offload_device)
     except UsageError as error:
         return str(error)
     return None
-
-
-def missing_tools() -> list[str]:
-    """What DeepSpeed compiles its operations with and is not there."""
-    return [name for name in (os.environ.get("CXX", "c++"), "ninja") if shutil.which(name) is None]
-
-
-def check_offload(device: str | None, what: str = "") -> None:
-    """Raises UsageError: an optimizer offloaded to `device` is DeepSpeed's own Adam, which has to be compiled."""
-    missing = missing_tools() if device not in (None, "none") else []
-    if missing and not _is_built("cpu_adam"):
-        raise UsageError(
-            f"{what}offloading compiles DeepSpeed's Adam at the first start, and {' and '.join(missing)} not found. "
-            "Install them (apt-get install g++; pip install ninja), or use a preset that does not offload."
-        )
-
-
-def _is_built(operation: str) -> bool:
-    """With DeepSpeed itself, when that was installed."""
-    from deepspeed.git_version_info import installed_ops
-
-    return bool(installed_ops.get(operation))
 
 
 def prepare_cpu() -> None:
     """Before the process group of a machine without an accelerator: without a compiler, gloo does all collectives."""
     from deepspeed import ops
 
-    missing = missing_tools()
+    missing = [name for name in (os.environ.get("CXX", "c++"), "ninja") if shutil.which(name) is None]
     if missing and ops.__compatible_ops__.get(SHARED_MEMORY_OP):
         ops.__compatible_ops__[SHARED_MEMORY_OP] = False
         if launched.rank() == 0:

@@ -257,8 +257,9 @@ def check_value(one: Field, value: Any, where: str) -> None:
         takes, choices = describe(one.type), [detail for kind, detail in one.type if kind == "literal"]
         if len(choices) > 12:
             near = [name for name in choices if name.startswith(str(value))]
-            near += difflib.get_close_matches(str(value), choices, 3, 0.3) or choices
-            takes = f"one of {len(choices)} names; closest: {', '.join(map(json.dumps, near[:3]))}"
+            near += difflib.get_close_matches(str(value), choices, 3, 0.8)
+            takes = f"one of {len(choices)} names"
+            takes += f"; closest: {', '.join(map(json.dumps, near[:3]))}" if near else " that --help all lists"
         raise UsageError(f"{one.name}={show(value, one.name)} in {where} is {kind_of(value)}; it takes {takes}.")
     if broken := out_of_bounds(value, one.bounds):
         others = [json.dumps(detail) for kind, detail in one.type if kind in ("literal", "null")]
@@ -272,7 +273,7 @@ def check_entry(entry: Mapping[str, Any], where: str, takes: Mapping[str, Field]
         if name.startswith("_"):
             continue
         if name not in takes:
-            hint = closest(name, takes, 0.5) or f" It takes {', '.join(takes)}."
+            hint = closest(name, takes) or f" It takes {', '.join(takes)}."
             raise UsageError(f"{where} has no field {json.dumps(name)}{else_}.{hint}")
         check_value(takes[name], value, where)
 

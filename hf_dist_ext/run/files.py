@@ -1,7 +1,4 @@
-"""A run file as text -> its fields: JSON, or YAML where its name ends in .yaml or .yml. Which of its values are paths.
-
-YAML's words mean what JSON's would: `3e-3` is a number and `no` is a text. YAML 1.1 reads both the other way round.
-"""
+"""A run file as text -> its fields: JSON, or YAML where its name ends in .yaml or .yml. Which values are paths."""
 
 from __future__ import annotations
 
@@ -16,14 +13,7 @@ from hf_dist_ext.run.fields import kind_of
 
 YAML = (".yaml", ".yml")
 _FILE_OF_DATA = re.compile(r"\.(jsonl?|csv|tsv|txt|parquet|arrow|zip|gz)$")
-_SCALARS = {
-    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    "null": (r"null|Null|NULL|~|", ["~", "n", "N", ""]),
-    "int": (r"[-+]?[0-9]+", "-+0123456789"),
-    "float": (
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+0123456789."
-    ),
-}  # fmt: skip
+_NUMBER_WITH_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
 
 
 def looks_like_a_path(name: str) -> bool:
@@ -63,11 +53,8 @@ def _once(path: Path, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def _parse_json(path: Path, text: str) -> Any:
-    def refuse(word: str) -> None:
-        raise UsageError(f"{path} holds {word}, which is not JSON. Write a finite number or null.")
-
     try:
-        return json.loads(text, object_pairs_hook=lambda pairs: _once(path, pairs), parse_constant=refuse)
+        return json.loads(text, object_pairs_hook=lambda pairs: _once(path, pairs))
     except json.JSONDecodeError as error:
         raise UsageError(
             f"{path} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}. Mend it there; JSON has no "
@@ -79,23 +66,13 @@ def _parse_yaml(path: Path, text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        yaml_implicit_resolvers: dict = {}
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            _once(path, [(self.construct_object(name, deep=True), None) for name, _ in node.value])
+            return super().construct_mapping(node, deep)
 
-    for kind, (pattern, first) in _SCALARS.items():
-        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"(?:{pattern})$"), list(first))
-
-    def mapping(loader: Any, node: Any) -> dict[Any, Any]:
-        build = loader.construct_object
-        return _once(path, [(build(name, deep=True), build(value, deep=True)) for name, value in node.value])
-
-    def number(loader: Any, node: Any) -> float:
-        value = yaml.SafeLoader.construct_yaml_float(loader, node)
-        if value - value != 0:
-            raise UsageError(f"{path} holds {node.value}. Write a finite number or null.")
-        return value
-
-    Loader.add_constructor("tag:yaml.org,2002:map", mapping)
-    Loader.add_constructor("tag:yaml.org,2002:float", number)
+    # YAML 1.1 takes 1e-5 for text, and what looks like a date for one
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER_WITH_EXPONENT, list("-+0123456789"))
+    Loader.add_constructor("tag:yaml.org,2002:timestamp", Loader.construct_yaml_str)
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:

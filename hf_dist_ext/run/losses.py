@@ -151,7 +151,7 @@ def _check_name(name: str, field: str) -> None:
     if name in REFUSED:
         raise UsageError(f"{field}={show(name)} can not be trained here: {REFUSED[name]}.")
     if name not in OWN and not name.endswith("Loss"):
-        hint = closest(name, [*OWN, *LABELS, *WITHOUT_LABEL, MATRYOSHKA], 0.5)
+        hint = closest(name, [*OWN, *LABELS, *WITHOUT_LABEL, MATRYOSHKA])
         raise UsageError(
             f"{field}={show(name)} is no loss. There are {', '.join(OWN)} and none, and the losses of "
             f"sentence-transformers by their class, such as CoSENTLoss.{hint}"

@@ -4,8 +4,7 @@
 (1) a signal sets a flag on the process that got it; one process is enough, whichever it is
 (2) the processes tell each other once per step (training/health.py), and all stop behind the same one
 (3) a process that has nothing to finish (it loads, or it saves what is trained) leaves at once with the same code
-(4) SIGTERM is also how a launcher ends the processes that are left when one died: then there is nothing to wait for
-(5) a launcher of ours hands the signal on and waits as long as it takes; torchrun's kills after 30 seconds
+(4) a launcher of ours hands the signal on and waits as long as it takes; torchrun's kills after 30 seconds
 
 The module imports no torch.
 """
@@ -14,15 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from types import FrameType, TracebackType
-
-from hf_dist_ext import launched
 
 REQUEUE = 75  # EX_TEMPFAIL: try again later
 INTERRUPTED = 128 + signal.SIGINT
@@ -51,7 +46,6 @@ class StopSignals:
         self.received: str | None = None
         self.finishes_steps = False
         self._previous: dict[int, object] = {}
-        self._siblings: list[int] = []
 
     def __enter__(self) -> StopSignals:
         self.received = None
@@ -60,7 +54,6 @@ class StopSignals:
                 found = signal.getsignal(number)
                 if is_free(number) or isinstance(getattr(found, "__self__", None), StopSignals):
                     self._previous[number] = signal.signal(number, self._handle)
-        self._siblings = _siblings()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -79,37 +72,10 @@ class StopSignals:
             sys.exit(exit_code(name))  # (3)
         if self.received is None:
             self.received = name
-            if number == signal.SIGTERM and self._siblings:
-                threading.Thread(target=self._leave_when_a_sibling_is_gone, daemon=True).start()
-
-    def _leave_when_a_sibling_is_gone(self) -> None:
-        """(4): NCCL would wait for the dead process until the launcher's SIGKILL, half a minute later."""
-        while self.finishes_steps:
-            if not all(map(_is_alive, self._siblings)):
-                os._exit(128 + signal.SIGTERM)
-            time.sleep(0.5)
-
-
-def _siblings() -> list[int]:
-    """The other processes of this machine that the same launcher started."""
-    if launched.processes_here(1) < 2:
-        return []
-    import psutil
-
-    return [child.pid for child in psutil.Process(os.getppid()).children() if child.pid != os.getpid()]
-
-
-def _is_alive(pid: int) -> bool:
-    import psutil
-
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def forward_to_children(number: int, frame: FrameType | None) -> None:
-    """(5), as a signal handler."""
+    """(4), as a signal handler."""
     import psutil
 
     children = psutil.Process().children()

@@ -90,8 +90,7 @@ def runs_here(path: Path, devices: int) -> str:
     """Whether a preset runs on this machine with so many visible GPUs, and how or why not, in words."""
     preset = load_preset(path)
     kind, machines = distributed_type(preset), int(preset.get("num_machines") or 1)
-    offloads_to = (preset.get("deepspeed_config") or {}).get("offload_optimizer_device")
-    if kind == "DEEPSPEED" and (reason := deepspeed_install.why_unusable(offloads_to)):
+    if kind == "DEEPSPEED" and (reason := deepspeed_install.why_unusable()):
         return f"no: {reason}"
     if machines > 1:
         return f"not alone: it is started on each of {machines} machines"

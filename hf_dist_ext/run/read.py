@@ -11,7 +11,6 @@ is imported, so that errors are instant. The first error is reported.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import os
@@ -20,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, decides_here, resume_or_start
-from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run import gone
+from hf_dist_ext.errors import UsageError, closest
+from hf_dist_ext.run import gone, other_names
 from hf_dist_ext.run.config import PRESET_SHORT_NAMES, Run, RunConfig, fields_of_run_file
 from hf_dist_ext.run.fields import Field, accepts, check_value, from_text, show
 from hf_dist_ext.run.files import YAML, read_fields
@@ -34,19 +33,6 @@ PATHS = (
     "accelerate_config", "frozen_feature_cache", "image_folder", "model_name_or_path", "output_dir",
     "resume_from_checkpoint", "tokenizer_name",
 )  # fmt: skip
-# Fields that transformers dropped, and what others call some fields.
-HINTS = {
-    **dict.fromkeys(("bs", "batch_size"), "Use per_device_train_batch_size."),
-    "lr": "Use learning_rate.",
-    "batch_sampler": "Use no_duplicates_in_batch; other samplers are given from Python.",
-    "multi_dataset_batch_sampler": "Use the weights of datasets.",
-    "router_mapping": "Leave it out: queries take a Router's route of queries, other columns that of documents.",
-    "learning_rate_mapping": "Use learning_rates.",
-    "evaluation_strategy": "Use eval_strategy.",
-    "group_by_length": "Remove it: rows of a batch are sorted by length before they are cut (gradient_cache_sort).",
-    "no_cuda": 'Use "use_cpu": true.',
-    "warmup_ratio": "Use warmup_steps, which is a share of all steps when below 1.",
-}
 
 
 def load_run(argv: list[str]) -> Run:
@@ -170,25 +156,24 @@ def _field(name: str, origin: str) -> Field:
     inner = name.rpartition(".")[2]  # as Hydra and OmegaConf name a field of a block
     if inner in gone.FIELDS:
         raise UsageError(f"{json.dumps(name)} in {origin}: {gone.FIELDS[inner]}")
-    near = " or ".join(map(json.dumps, _meant(inner)))
-    hint = HINTS.get(inner) or (f"Closest: {near}." if near else "See --help for all fields.")
-    raise UsageError(f'Unknown field {json.dumps(name)} in {origin}. {hint} (A comment begins with "_".)')
+    hint = _in_its_place(inner)
+    raise UsageError(f'Unknown field {json.dumps(name)} in {origin}.{hint} (A comment begins with "_".)')
 
 
-def _meant(name: str) -> list[str]:
-    """Fields of whose words a name has the first letters (gas, wd), else the one that is spelt most like it. A short
-    name is spelt like many, and tells none."""
-    initials = {field: "".join(word[0] for word in field.split("_")) for field in fields_of_run_file()}
-    found = [field for field in initials if initials[field] == name]
-    return found[:3] or (difflib.get_close_matches(name, initials, 1, 0.5) if len(name) > 3 else [])
+def _in_its_place(name: str) -> str:
+    """What to write for a name that is no field, as the end of a message."""
+    if name in other_names.ANSWERS:
+        return f" {other_names.ANSWERS[name]}"
+    return closest(name, fields_of_run_file()) or " See --help for all fields."
 
 
 def _check(name: str, value: Any, origin: str) -> None:
     if isinstance(value, dict) and (name not in fields_of_run_file() or name == "fsdp"):
-        inner = next(iter(value), "learning_rate")
+        unknown = [inner for inner in value if inner not in fields_of_run_file()]
+        answers = [f" {json.dumps(inner)} is no field.{_in_its_place(inner)}" for inner in unknown]
         raise UsageError(
-            f"{name}={show(value)} in {origin} is a block, and the run file is flat: write {json.dumps(inner)} and "
-            f"what stands beside it without {json.dumps(name)} around them."
+            f"{name}={show(value)} in {origin} is a block, and the run file is flat: write its fields without "
+            f"{json.dumps(name)} around them.{''.join(answers[:1])}"
         )
     if isinstance(value, str) and (name, value) in gone.VALUES:
         raise UsageError(f"{name}={show(value)} in {origin}: {gone.VALUES[name, value]}")

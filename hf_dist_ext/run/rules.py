@@ -21,7 +21,7 @@ from hf_dist_ext.run.sources import BUILT_IN, NUM_PAIR_COLUMNS, check_sources, s
 CONTRASTIVE_FIELDS = [
     *INFONCE_FIELDS,
     *"gradient_cache_chunk_size gradient_cache_chunk_tokens gradient_cache_chunk_patches loss_options losses".split(),
-    "label_column",
+    *"label_column pipeline_parallel_size".split(),
 ]
 OF_TASK = {
     "embedding": [

@@ -5,7 +5,7 @@ pipelines.
 `zero_checkpoint.py`, `tensor_parallel.py` and the package `pipeline` override what differs, and `choose.py` says which
 one runs: a new one is a file of its own and a line there. `sparse.py` lets DDP send a part of its gradients,
 `sharded.py` runs FSDP2's collectives, `fsdp_options.py` reads what a run file says of FSDP, `splitting.py` says which
-models can be split, `plans.py` how, `adapters.py` splits what LoRA adds to them, and `mesh.py` says which ranks make a
+models can be split, `plans.py` how, and `mesh.py` says which ranks make a
 pipeline or split a layer.
 
 `gathering.py` gathers rows with gradients, `collectives.py` is what all ranks do together beside, `tensors.py` is for

@@ -221,14 +221,6 @@ class Strategy:
         """After an update's last batch: the loss's parameters and buffers, which its forward may have written to, are
         those of a rank that has run it. Every rank calls it; their names and shapes stay as they were."""
 
-    def keeping_gradients(self) -> AbstractContextManager:
-        """While inside, no update is made of gradients, and `gradient_of` finds them after the last backward."""
-        return nullcontext()
-
-    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """After the last backward of an update, as the optimizer gets it."""
-        return parameter.grad
-
     def clip(
         self, parameters: Iterable[nn.Parameter], loss_parameters: Sequence[nn.Parameter], max_norm: float
     ) -> torch.Tensor | None:
@@ -284,10 +276,6 @@ class Strategy:
     def read_backbone(self, kind: Any, folder: str | Path, **options: Any) -> Any:
         """What `kind.from_pretrained` gives: of a model whose layers are split, this rank's part of them."""
         return kind.from_pretrained(folder, **options)
-
-    def load_adapters(self, folder: Path) -> bool:
-        """Every rank reads its part of a folder of adapters; False: peft reads it, or it holds none."""
-        return False
 
     def holds_own_format(self, folder: Path) -> bool:
         """With `reads_own_format`: whether a checkpoint's weights are in it."""

@@ -23,7 +23,6 @@ from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.fsdp import FSDP
 from hf_dist_ext.strategies.pipeline import options as pipeline_options
 from hf_dist_ext.strategies.pipeline import strategy as pipeline
-from hf_dist_ext.strategies.pipeline.own_loss import OwnLossPipeline
 from hf_dist_ext.strategies.pipeline.strategy import Pipeline
 from hf_dist_ext.strategies.tensor_parallel import TensorParallel
 from hf_dist_ext.strategies.zero import ZeRO
@@ -65,22 +64,16 @@ def of_model(model: Any, args: Any) -> Strategy:
     return Strategy()
 
 
-def of_own_loss(model: Any, args: Any) -> Strategy:
-    """Likewise, of a model that is trained with its own loss: how it is spread is Trainer's affair, but for a
-    pipeline."""
-    return OwnLossPipeline(model, args) if pipeline_options.size(args) > 1 else Strategy()
-
-
 def launched_split(args: Any) -> Any:
     """How a model shall be split while it is loaded, as the launcher says: a DistributedConfig of transformers. None
     in a pipeline, which splits the layers of its own stages (`in_stages`)."""
     return None if pipeline_options.size(args) > 1 else splitting.launched_config()
 
 
-def in_stages(args: Any, has_own_loss: bool = False) -> Callable[[type], type] | None:
-    """How a process reads its part of a pipeline's model: a class of backbones -> one that does. `has_own_loss`: a
-    class of causal language models, which are trained with their own. None: there is no pipeline."""
-    return pipeline.in_stages(args, OwnLossPipeline.staged if has_own_loss else Pipeline.staged)
+def in_stages(args: Any) -> Callable[[type], type] | None:
+    """How a process reads its part of a pipeline's model: a class of backbones -> one that does. None: there is no
+    pipeline."""
+    return pipeline.in_stages(args)
 
 
 def of_accelerator(accelerator: Any, before: Strategy) -> Strategy:

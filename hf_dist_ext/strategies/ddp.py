@@ -26,6 +26,7 @@ from transformers.utils import logging
 
 from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run import compatibility
 from hf_dist_ext.strategies import sparse
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.collectives import world_size
@@ -205,7 +206,7 @@ def options(args: Any, handlers: list[Any], has_loss: bool) -> None:
     given = {name: value for name in policy.DDP_FIELDS if (value := getattr(args, name, None))}
     if not given:
         return
-    _refuse_without_ddp(next(iter(given.items())), args)
+    compatibility.refuse_without_ddp(given, _kind(args))
     if args.ddp_comm_hook == "bf16" and args.device.type == "cpu":
         raise UsageError('ddp_comm_hook="bf16" needs NCCL: torch refuses it over gloo. Use "fp16" without a GPU.')
     if args.ddp_comm_hook in REMEMBER and args.fp16:
@@ -246,18 +247,12 @@ def options(args: Any, handlers: list[Any], has_loss: bool) -> None:
             }
 
 
-def _refuse_without_ddp(given: tuple[str, Any], args: Any) -> None:
-    runs = None
+def _kind(args: Any) -> str:
+    """How the run is spread, in the words of run/compatibility.py."""
     if args.fsdp or launched.uses_fsdp():
-        if args.sharding != "NO_SHARD":
-            runs = 'FSDP, which scatters gradients itself; its precision is "reduce_dtype"'
-    elif args.deepspeed or launched.uses_deepspeed():
-        runs = "DeepSpeed, which reduces gradients itself"
-    elif launched.mesh_size("tp") > 1:
-        runs = "tensor parallelism, which reduces gradients itself"
-    elif args.world_size == 1:
-        runs = "one process, which sends no gradients"
-    if runs is not None:
-        name, value = given
-        shown = "true" if value is True else f'"{value}"'
-        raise UsageError(f"{name}={shown} has no meaning here: the run is {runs}. Remove it, or use multi_gpu_ddp.")
+        return "MULTI_GPU" if args.sharding == "NO_SHARD" else "FSDP"
+    if args.deepspeed or launched.uses_deepspeed():
+        return "DEEPSPEED"
+    if launched.mesh_size("tp") > 1:
+        return "TP"
+    return "MULTI_GPU" if args.world_size > 1 else "NO"

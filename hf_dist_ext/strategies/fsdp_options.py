@@ -19,6 +19,7 @@ import torch
 
 from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run import compatibility
 
 FROZEN_PARTS = "frozen parts"  # what the preset multi_gpu_fsdp_frozen_replicated writes where accelerate takes a regex
 
@@ -64,14 +65,16 @@ def options(args: Any, plugin: Any) -> dict[str, Any]:
     """
     given = {name: getattr(args, name) for name in policy.FSDP_FIELDS if getattr(args, name) is not None}
     is_fsdp = plugin is not None or launched.uses_fsdp()
+    if not is_fsdp:
+        compatibility.refuse_without_fsdp(given, "DEEPSPEED" if launched.uses_deepspeed() else "MULTI_GPU")
     if not given or not is_fsdp:
-        _refuse_without_fsdp(given)
         return {}
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     plugin = plugin or FullyShardedDataParallelPlugin()  # what the YAML says, which travels in the environment
     if plugin.fsdp_version != 2:
-        raise UsageError(f"{_shown(given)} needs FSDP version 2. Set fsdp_version: 2 in the accelerate YAML.")
+        shown = compatibility.shown(given)
+        raise UsageError(f"{shown} needs FSDP version 2. Set fsdp_version: 2 in the accelerate YAML.")
     mesh = _mesh(args)
     if args.sharding is not None:
         plugin.reshard_after_forward = args.sharding != "SHARD_GRAD_OP"
@@ -87,24 +90,6 @@ def options(args: Any, plugin: Any) -> dict[str, Any]:
         plugin.cpu_offload = args.cpu_offload
         plugin.set_cpu_offload()
     return {"fsdp_plugin": plugin} | mesh
-
-
-def _refuse_without_fsdp(given: dict[str, Any]) -> None:
-    if given.get("sharding") == "NO_SHARD":
-        given = {name: value for name, value in given.items() if name != "sharding"}
-    if not given:
-        return
-    hint = ' For DDP there is "ddp_comm_hook".' if "reduce_dtype" in given else ""
-    if launched.uses_deepspeed():
-        hint = " DeepSpeed's own knobs are in its preset."
-    raise UsageError(
-        f'{_shown(given)} has no meaning without FSDP, and this run does not shard. Set "accelerate_config": '
-        f'"multi_gpu_fsdp", or leave it out.{hint}'
-    )
-
-
-def _shown(given: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in given.items())
 
 
 def _mesh(args: Any) -> dict[str, Any]:

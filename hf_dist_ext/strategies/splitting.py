@@ -16,8 +16,7 @@ from torch import nn
 
 from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import adapters, plans
-from hf_dist_ext.strategies.pipeline.stages import Passed
+from hf_dist_ext.strategies import plans
 from hf_dist_ext.strategies.tensors import held_here, is_split
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def check_can_be_split(config: Any, size: int) -> None:
 
 def split(model: PreTrainedModel, config: DistributedConfig) -> PreTrainedModel:
     """A model that is whole and the same on every rank, as `from_pretrained(distributed_config=config)` splits it."""
-    config, device, meshes = type(model).prepare_distribute_model(plans.with_plan(config, model.config))
+    config, device, meshes = type(model).prepare_distribute_model(config)
     return type(model).maybe_distribute_model(model.to(device or "cpu"), config, meshes)
 
 
@@ -75,25 +74,13 @@ def split_layers(model: PreTrainedModel, mesh: Any) -> None:
     check_can_be_split(model.config, mesh.size())
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-    plans.register_styles()
-    plan, modules = plans.plan_of(model), dict(model.named_modules())
-    plan = model._expand_parallel_plan(plan | {f"{name}.base_layer": style for name, style in plan.items()})
-    # Not what stands for other stages (with the copy of a weight that is tied to one of this stage), nor the module
-    # with adapters that peft puts around a layer, its `base_layer`.
-    passed = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Passed))
-    for name, style in plan.items():
+    modules = dict(model.named_modules())
+    for name, style in model._expand_parallel_plan(model.tp_plan).items():
         owner, _, parameter = name.rpartition(".")
-        if f"{name}.".startswith(passed) or "base_layer" in getattr(modules.get(name), "_modules", ()):
-            continue
         if name not in modules:
             ALL_PARALLEL_STYLES[style].shard_param(modules[owner], parameter, mesh)
         elif any(True for _ in modules[name].parameters()):
             ALL_PARALLEL_STYLES[style].install_forward(modules[name], mesh)
-
-
-def split_adapters(model: nn.Module, part: PreTrainedModel, mesh: Any) -> None:
-    """Those of a model, in layers that are split already. `part`, `mesh`: what `split_layers` takes."""
-    adapters.split(model, part, plans.styles_of(part), mesh)
 
 
 def without_own_reduction(backbone: PreTrainedModel) -> list[nn.Module]:
@@ -104,7 +91,7 @@ def without_own_reduction(backbone: PreTrainedModel) -> list[nn.Module]:
     counted again. Remove this and `sum_partial` when it sums the new gradient only; tests/distributed/test_upstream.py
     tells.
     """
-    modules, plan = dict(backbone.named_modules()), backbone._expand_parallel_plan(plans.plan_of(backbone))
+    modules, plan = dict(backbone.named_modules()), backbone._expand_parallel_plan(backbone.tp_plan)
     partial = [modules[name] for name, style in plan.items() if style == plans.PARTIAL and name in modules]
     for module in partial:
         vars(module).pop("forward", None)  # its class's own; the style's was set on the instance
@@ -194,20 +181,15 @@ def check_what_trains(model: nn.Module, args: Any) -> None:
             "tensor parallelism with frozen parts and bf16=true needs weights in float32: what trains can not be made "
             "so once it is split. Load the model with dtype=float32."
         )
-    if getattr(args, "sharding", None) not in (None, "NO_SHARD") and hasattr(model, "config"):
-        plans.check_is_sharded(model.config, is_sharded=True)
-    if adapters.configs_of(model):
-        part = plans.planned(model)
-        adapters.check(model, part, plans.styles_of(part))
-    check_optimizer(args, "tensor parallelism")
-
-
-def check_optimizer(args: Any, what: str) -> None:
-    """UsageError for one whose state is not split as the parameter is. `what` splits parameters, in words."""
-    optimizer = str(getattr(args.optim, "value", args.optim))
-    if optimizer not in policy.SPLIT_OPTIMIZERS:
+    if any(getattr(module, "peft_config", None) for module in model.modules()):
         raise UsageError(
-            f"{what} does not go with optim={optimizer}: it was not made exact there. Use one of "
+            "tensor parallelism does not go with adapters: they were not made exact there. Leave out use_lora, or use "
+            "multi_gpu_fsdp."
+        )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer not in policy.SPLIT_OPTIMIZERS:  # whose state is split as the parameter is
+        raise UsageError(
+            f"tensor parallelism does not go with optim={optimizer}: it was not made exact there. Use one of "
             f"{', '.join(sorted(policy.SPLIT_OPTIMIZERS))}."
         )
 

@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import adapters, collectives, splitting
+from hf_dist_ext.strategies import collectives, splitting
 from hf_dist_ext.strategies.base import meanwhile
 from hf_dist_ext.strategies.gathering import Rows
 from hf_dist_ext.strategies.sharded import Sharded
@@ -55,7 +55,6 @@ class TensorParallel(Sharded):
         self.whole, self.config = model, model.config.distributed_config
         self.group = backbone._mesh_manager.get_mesh("tp").get_group()
         self.rows = Rows(self.config.tp_size, peers=backbone._mesh_manager.get_mesh("fsdp").get_group())
-        splitting.split_adapters(model, backbone, backbone._mesh_manager.get_mesh("tp"))
         self.partial = splitting.without_own_reduction(backbone)
 
     @property
@@ -136,9 +135,6 @@ class TensorParallel(Sharded):
 
     def read_backbone(self, kind: Any, folder: str | Path, **options: Any) -> Any:
         return kind.from_pretrained(folder, distributed_config=self.config, **options)
-
-    def load_adapters(self, folder: Path) -> bool:
-        return adapters.load(self.whole, folder)
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:

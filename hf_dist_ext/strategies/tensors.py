@@ -35,11 +35,6 @@ def is_split(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def is_whole_at_times(tensor: torch.Tensor) -> bool:
-    """Whether ZeRO-3 has split it, which puts it together around a forward and takes it apart again."""
-    return hasattr(tensor, "ds_tensor")
-
-
 def held_here(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this process holds; a view of it, without a collective."""
     held = getattr(tensor, "ds_tensor", tensor)  # under ZeRO-3

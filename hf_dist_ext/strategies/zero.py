@@ -7,8 +7,7 @@
 (3) an update that is not finite, or whose passes differ: such a loss takes the gradient with it, the reduction tells
     all ranks, and the engine skips the update by itself, as it does for an fp16 overflow
 (4) the loss's own parameters are no part of the engine: they share its gradient norm and step right after it
-(5) an audit's updates are skipped in the same way, once their gradients are copied
-(6) what can not be exact or can not be reached is refused
+(5) what can not be exact or can not be reached is refused
 
 DeepSpeed keeps float32 master weights and averages over ranks, as DDP does: no factor of ours enters.
 """
@@ -38,7 +37,6 @@ class ZeRO(Strategy):
     optimizer_file = "global_step*"
     pads_rows = "it was not compared with padded rows under DeepSpeed"
     fixed_accumulation = "DeepSpeed's accumulation is fixed when it starts"
-    _kept: dict[nn.Parameter, torch.Tensor] | None = None  # gradients of an update that is not made
 
     @classmethod
     def runs(cls, accelerator: Any) -> bool:
@@ -109,12 +107,12 @@ class ZeRO(Strategy):
             together, self._together = self._together, None
             together.close()  # the one reduction
             engine.set_gradient_accumulation_boundary(True)
-        with self._with_loss_parameters(*([] if self._kept is None else [self._keep()])):
+        with self._with_loss_parameters():
             engine.step()
 
     def mark(self, loss: torch.Tensor, own_loss: torch.Tensor) -> torch.Tensor:
-        """(3) `loss`, bit for bit, where `own_loss` is finite; else its gradient is NaN, but in an audit."""
-        return loss * (1 + 0 * own_loss) if self._kept is None else loss
+        """(3) `loss`, bit for bit, where `own_loss` is finite; else its gradient is NaN."""
+        return loss * (1 + 0 * own_loss)
 
     def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:
         """The last backward has taken the optimizer's step."""
@@ -123,7 +121,7 @@ class ZeRO(Strategy):
         """The engine does it in its step."""
 
     def update_norm(self, norm: Any) -> Any:
-        return norm if self.engine.was_step_applied() else math.inf if self._kept is None else 0.0
+        return norm if self.engine.was_step_applied() else math.inf
 
     def has_scaler(self, args: Any) -> bool:
         return super().has_scaler(args) or args.fp16
@@ -140,15 +138,14 @@ class ZeRO(Strategy):
     # ---- (4) ----
 
     @contextmanager
-    def _with_loss_parameters(self, *norms: torch.Tensor) -> Iterator[None]:
-        """Around the engine's step: the loss's parameters are clipped with the model's and skipped with them. `norms`:
-        of more gradients.
+    def _with_loss_parameters(self) -> Iterator[None]:
+        """Around the engine's step: the loss's parameters are clipped with the model's and skipped with them.
 
         Their group stands in the base optimizer, for its rates and its schedule, but not while ZeRO looks: it takes
         every group for one that it has cut up.
         """
         parameters = self.loss_parameters
-        if not parameters and not norms:
+        if not parameters:
             yield
             return
         for parameter in parameters:  # of a loss of other sources
@@ -156,9 +153,7 @@ class ZeRO(Strategy):
         self.rows.average_gradients(parameters)
         zero, ids = self.engine.optimizer, {id(p) for p in parameters}
         gradients = [p.grad.float() / zero.loss_scale for p in parameters]
-        if self._kept is not None:
-            self._kept |= zip(parameters, gradients, strict=True)
-        norm = torch.linalg.vector_norm(torch.stack([*map(torch.linalg.vector_norm, gradients), *norms]))
+        norm = torch.linalg.vector_norm(torch.stack([*map(torch.linalg.vector_norm, gradients)]))
         base = bare_optimizer(self.optimizer)
         groups = base.param_groups
         own = [group for group in groups if any(id(p) in ids for p in group["params"])]
@@ -183,23 +178,6 @@ class ZeRO(Strategy):
 
     # ---- (5) ----
 
-    def keeping_gradients(self) -> AbstractContextManager:
-        return meanwhile(self, _kept={})
-
-    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        return parameter.grad if self._kept is None else self._kept.get(parameter)
-
-    def _keep(self) -> torch.Tensor:
-        """The norm with which the engine skips the update whose gradients it has."""
-        from deepspeed.utils import safe_get_full_grad
-
-        trained, scale = (p for p in self.model.parameters() if p.requires_grad), self.engine.optimizer.loss_scale
-        whole = [(p, safe_get_full_grad(p)) for p in trained]
-        self._kept = {p: gradient / scale for p, gradient in whole if gradient is not None}
-        return torch.tensor(math.inf, device=self.accelerator.device)
-
-    # ---- (6) ----
-
     def check(self, has_loss_parameters: bool, is_automatic: bool) -> None:
         if has_loss_parameters:
             self.check_optimizer("learnable_temperature")
@@ -218,8 +196,8 @@ class ZeRO(Strategy):
     def training(self) -> Iterator[None]:
         if self.accelerator.deepspeed_engine_wrapped is not None:
             raise UsageError(
-                "this trainer's model is in a DeepSpeed engine, of an earlier train() or audit(), and transformers "
-                "makes no second one. Train another DistTrainer of another model, and audit with hf-dist audit."
+                "this trainer's model is in a DeepSpeed engine, of an earlier train(), and transformers makes no "
+                "second one. Train another DistTrainer of another model."
             )
         with super().training():
             yield

@@ -105,10 +105,6 @@ class Parts:
         """Names of those that are reported before and after training, of a trainer that has evaluated."""
         return [*self.metrics, *evaluators.headlines_of(trainer.evaluator)]
 
-    def views(self, trainer: DistTrainer, after: dict[str, float]) -> dict[str, dict[str, float]]:
-        """Of leading dimensions and quantised values beside the whole embeddings."""
-        return evaluators.by_view(trainer.evaluator, after)
-
     def _facts(self, trainer: DistTrainer) -> dict[str, str]:
         """What the run is made of, for people."""
         args, sharding = trainer.args, trainer.strategy.name

@@ -163,14 +163,14 @@ def _generator(config: Any, options: dict[str, Any]) -> nn.Module:
 
 @contextlib.contextmanager
 def split_layers(model: nn.Module, ways: int) -> Iterator[None]:
-    """As one device of `ways` has them by transformers' plan for the model, or ours (strategies/plans.py). A matrix
-    that is cut and put together again, and word embeddings, whose gradient is whole, stay whole: a bound."""
+    """As one device of `ways` has them by transformers' plan for the model (strategies/plans.py). Word embeddings,
+    whose gradient is whole, stay whole: a bound."""
     part, whole = plans.planned(model), []
     for name, style in plans.styles_of(part).items():
-        axis = {"colwise": 0, "rowwise": 1}.get(style.removeprefix("packed_").removesuffix("_of_3"))
-        for inner, module in part.get_submodule(name).named_modules():
-            if axis is None or not isinstance(module, nn.Linear) or f"lora_{'AB'[axis]}" in inner:
-                continue  # of an adapter's two factors each device has one whole
+        axis = {"colwise": 0, "rowwise": 1}.get(style)
+        for module in part.get_submodule(name).modules():
+            if axis is None or not isinstance(module, nn.Linear):
+                continue
             for key, one in module.named_parameters(recurse=False):
                 shape = [size // ways if at == axis else size for at, size in enumerate(one.shape)]
                 whole.append((module, key, one))
@@ -185,7 +185,7 @@ def split_layers(model: nn.Module, ways: int) -> Iterator[None]:
 
 def sizes_to_split(run: Any, work: Workload, model: nn.Module) -> list[int]:
     """How many devices can share the model's layers, by the rules of a run (strategies/plans.py)."""
-    is_whole = not work.is_embedding or work.is_in_4_bits
+    is_whole = not work.is_embedding or run.options.use_lora
     return [] if is_whole else [size for size in range(2, MOST_WAYS + 1) if _can_be_split(run, model, size)]
 
 
@@ -193,7 +193,6 @@ def _can_be_split(run: Any, model: nn.Module, size: int) -> bool:
     config = _config(run.options)
     try:
         plans.check_can_be_split(config, size)
-        plans.check_is_sharded(config, True)
         plans.planned(model)
     except UsageError:
         return False

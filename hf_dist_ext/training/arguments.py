@@ -39,8 +39,7 @@ class DistTrainingArguments(TrainingArguments):
         None,
         "Rows per chunk of the gradient cache: activation memory is that of one chunk whatever the batch. 'auto' "
         "finds it in the first steps; on a CPU it is a fixed number of tokens, by the model's layers and their width. "
-        "Null: no cache unless gradient_cache_chunk_tokens or _patches is set. In a pipeline without a loss over "
-        "embeddings: rows of a batch that go through the stages together.",
+        "Null: no cache unless gradient_cache_chunk_tokens or _patches is set.",
     )
     gradient_cache_chunk_tokens: int | None = option(
         None, "Tokens per chunk, padding included; alone or together with gradient_cache_chunk_size."
@@ -167,8 +166,7 @@ class DistTrainingArguments(TrainingArguments):
     sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] | None = option(
         None,
         "What FSDP shards. FULL_SHARD: weights are whole only while a layer runs. SHARD_GRAD_OP: from forward to "
-        "backward. HYBRID_SHARD: sharded inside a machine, copied between them. NO_SHARD: DDP. Null: the preset's. "
-        "With pipelines: FULL_SHARD or SHARD_GRAD_OP over the pipelines; null: each has all weights of its stages.",
+        "backward. HYBRID_SHARD: sharded inside a machine, copied between them. NO_SHARD: DDP. Null: the preset's.",
     )
     sharding_group_size: int | None = option(
         None, "Processes that share one copy of the model under HYBRID_SHARD. Null: those of a machine."
@@ -194,9 +192,7 @@ class DistTrainingArguments(TrainingArguments):
         "which the chunks of a batch go. Under tensor parallelism: groups of processes, each of which splits its "
         "layers. Null: the model is not cut.",
     )
-    pipeline_schedule: (
-        Literal["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "zero_bubble", "zero_bubble_v"] | None
-    ) = option(
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] | None = option(
         None,
         "In which order the processes of a pipeline work on chunks: how long they wait for each other, and how many "
         "chunks are under way at once. Null: 1f1b.",
@@ -276,7 +272,6 @@ class DistTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if launched.uses_deepspeed():
             deepspeed_install.check()
-            deepspeed_install.check_offload(os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"))
         sentence_arguments.check(self)
         self._check_values()
         self._check_gradient_cache()

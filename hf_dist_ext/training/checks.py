@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import loss_state
 from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
 from hf_dist_ext.data.sampling import refuse_stream
@@ -26,7 +25,6 @@ from hf_dist_ext.frozen.groups import module_groups
 from hf_dist_ext.models.embedder import embedder_of, is_of_sentence_transformers
 from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.run.losses import PAIRS_ALONE
-from hf_dist_ext.run.versions import untested
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training import compiling, metrics
@@ -36,14 +34,10 @@ from hf_dist_ext.training.sentence_losses import let_ask
 logger = logging.get_logger(__name__)
 
 LOSS_FIELDS = [
+    "pipeline_parallel_size",
     *(f"gradient_cache_chunk_{unit}" for unit in ("size", "tokens", "patches")),
     *("no_duplicates_in_batch", "batch_sampler", "multi_dataset_batch_sampler"),
 ]
-
-
-def warn_of_untested_versions() -> None:
-    for sentence in untested() if launched.rank() == 0 else ():
-        logger.warning_once(sentence)
 
 
 def refuse_objects(model: Any, loss: Any, named: Mapping[str, Any]) -> None:
@@ -72,47 +66,12 @@ def refuse_objects(model: Any, loss: Any, named: Mapping[str, Any]) -> None:
 
 
 def refuse_without_loss(args: Any) -> None:
-    """What only a loss over embeddings reads. In a pipeline gradient_cache_chunk_size is read without one."""
-    has_pipeline = (args.pipeline_parallel_size or 1) > 1
-    if has_pipeline and args.gradient_cache_chunk_size is None:
-        raise UsageError(
-            "a pipeline of a model with its own loss cuts a batch into chunks of equal rows. Set "
-            "gradient_cache_chunk_size to a number of rows."
-        )
-    if has_pipeline and args.accelerator_config.dispatch_batches is None:
-        args.accelerator_config.dispatch_batches = False  # accelerate would turn it on for a stream
-    fields = LOSS_FIELDS[1:] if has_pipeline else LOSS_FIELDS
-    given = [name for name in fields if getattr(args, name)]
+    """What only a loss over embeddings reads."""
+    given = [name for name in LOSS_FIELDS if getattr(args, name)]
     if given:
         raise UsageError(
             f"{given[0]}={getattr(args, given[0])!r} needs a loss over embeddings, and DistTrainer has none. Give "
             f"loss=InfoNCELoss(), or remove {given[0]}."
-        )
-
-
-def _check_own_loss_of_pipeline(args: DistTrainingArguments, divides_by_items: bool) -> None:
-    """A model that is trained with its own loss in a pipeline. `divides_by_items`: Trainer hands it, or what computes
-    its loss, the number of tokens to divide by."""
-    if not divides_by_items:
-        raise UsageError(
-            "a pipeline adds up the losses of chunks, so a loss must be a sum over tokens that is divided by "
-            "num_items_in_batch, and this model's is a mean. Use a model that takes num_items_in_batch, or train "
-            "without a pipeline."
-        )
-    if args.auto_find_batch_size:
-        raise UsageError(
-            "auto_find_batch_size=true makes the batch smaller on the rank whose memory runs out, and the ranks of a "
-            "pipeline hold the same rows. Lower gradient_cache_chunk_size instead: the batch stays."
-        )
-    refuse_updates_in_backward(args, "a pipeline")
-
-
-def refuse_updates_in_backward(args: Any, runner: str) -> None:
-    optim = str(getattr(args.optim, "value", args.optim))
-    if "lomo" in optim or "layerwise" in optim:
-        raise UsageError(
-            f"optim={optim!r} updates weights inside of backward, which {runner} runs more than once per step. Use "
-            "adamw_torch."
         )
 
 
@@ -135,7 +94,12 @@ def prepare_arguments(args: DistTrainingArguments, compute_loss_func: Any) -> No
             "embeddings a batch is a mapping column -> features. Remove it: predictions are the embeddings of anchors "
             "and positives."
         )
-    refuse_updates_in_backward(args, "a loss over embeddings")
+    optim = str(getattr(args.optim, "value", args.optim))
+    if "lomo" in optim or "layerwise" in optim:
+        raise UsageError(
+            f"optim={optim!r} updates weights inside of backward, which a loss over embeddings runs more than once "
+            "per step. Use adamw_torch."
+        )
     if args.auto_find_batch_size:
         raise UsageError(
             "auto_find_batch_size=true makes the batch smaller where memory runs out, and with a loss over embeddings "
@@ -191,9 +155,6 @@ def check(run: Any) -> None:
         paired = metrics.names_of_paired(run.eval_dataset, run.compute_metrics)
         if paired is not None:
             evaluators.check_best_metric(args.metric_for_best_model, run.evaluator, paired)
-    if run.own_loss is not None:
-        takes_items = run.model_accepts_loss_kwargs or run.compute_loss_func is not None
-        _check_own_loss_of_pipeline(args, takes_items and run.loss_is_scaled_for_ga is not False)
 
 
 def _check_what_is_read(args: Any, loader: Any, strategy: Strategy, has_optimizer: bool, has_loss: bool) -> None:
@@ -222,11 +183,6 @@ def _check_what_is_read(args: Any, loader: Any, strategy: Strategy, has_optimize
             "split_batches=true makes per_device_train_batch_size the batch of all processes together, and the place "
             "in the data, the effective batch and the rows of a global batch are counted by device. Remove it, and "
             f"divide the batch by {args.world_size}."
-        )
-    if loader.dispatch_batches and strategy.is_cut and not has_loss:
-        raise UsageError(
-            "dispatch_batches=true has the first process read for all, and the ranks of a pipeline read the same rows "
-            "each for itself. Remove it."
         )
     if loader.dispatch_batches and has_loss:
         raise UsageError(

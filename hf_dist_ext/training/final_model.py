@@ -89,21 +89,16 @@ def kept_lines(report: Mapping[str, Any]) -> list[str]:
     return [f"{stage}kept the weights of step {best['step']:,}, the best {best['figure']} ({best['value']:.4g})"]
 
 
-def tables_of(report: Mapping[str, Any]) -> dict[tuple[str, ...], list[list[str]]]:
-    """Heading -> rows: the figures before and after training, of all stages, and a table for every set of dimensions
-    and precisions that was evaluated. The first one is there without rows too."""
-    tables: dict[tuple[str, ...], list[list[str]]] = {("held out", "before", "after"): []}
+def figures_of(report: Mapping[str, Any]) -> list[list[str]]:
+    """Rows of name, before and after training, of all stages."""
+    rows = []
     for life in report.get("stages") or [report]:
         begin = f"{life['name']}: " if "name" in life else ""
         for name, after in life["after"].items():
             if after is not None:
                 before = life["before"].get(name)
-                figures = ["" if before is None else f"{before:.4f}", f"{after:.4f}"]
-                tables["held out", "before", "after"].append([begin + name, *figures])
-        for name, of_views in life.get("views", {}).items():
-            figures = [f"{value:.4f}" for value in of_views.values()]
-            tables.setdefault(("after training", *of_views), []).append([begin + name, *figures])
-    return tables
+                rows.append([begin + name, "" if before is None else f"{before:.4f}", f"{after:.4f}"])
+    return rows
 
 
 def is_by_hand(card: Path) -> bool:

@@ -20,12 +20,15 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
+from datasets import Dataset
 
 from hf_dist_ext.engine.combined_losses import LossPerSource, loss_of
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.evaluation.token_vectors import TIE_TOLERANCE, Compared, of_prediction, scores_of
+from hf_dist_ext.strategies.base import meanwhile
 
 PAIRED = ("mrr@10", "ndcg@10", "recall@1", "recall@10")
 RATED = ("spearman_cosine",)
@@ -184,6 +187,24 @@ def metrics_of_rated_pairs(prediction: Any) -> dict[str, float]:
         warnings.simplefilter("ignore")  # of one that has equal values alone: the correlation is no number then
         found, _ = spearmanr(cosines, prediction.label_ids)
     return {"spearman_cosine": 0.0 if math.isnan(found) else float(found)}
+
+
+def loader(run: Any, make: Callable, dataset: Any, *, is_training: bool = False, **options: Any) -> Any:
+    """Of a `DistTrainer`, by Trainer's own `make`. With a loss, figures are of all rows (`dataloader_drop_last` is of
+    training), and the rows of a stream are read first: accelerate only knows of what has a length which rows are
+    repeated ones that fill up a batch."""
+    if is_training or run.loss is None:
+        return make(dataset=dataset, is_training=is_training, **options)
+    with meanwhile(run.args, dataloader_drop_last=False):
+        return make(dataset=dataset if hasattr(dataset, "__len__") else _rows_of_stream(dataset), **options)
+
+
+def _rows_of_stream(stream: Any) -> Dataset | list:
+    """Pictures stay as they are stored, and are decoded where a batch is made."""
+    features = getattr(stream, "features", None) or {}
+    if not any(isinstance(feature, datasets.Image) for feature in features.values()):
+        return list(stream)
+    return Dataset.from_list(list(stream.decode(False)), features=features)
 
 
 def check_can_be_computed(args: Any) -> None:

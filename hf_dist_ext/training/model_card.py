@@ -236,7 +236,7 @@ def section(
         "",
         "    " + "\n    ".join(line.format(folder=folder, quoted=shlex.quote(str(folder))) for line in to_load),
         *_prompts(folder, run),
-        *_tables(report, reports, curves.METRICS in pictures),
+        *_figures(report, reports, curves.METRICS in pictures),
         *([f"\n![The training loss at each logged step.]({curves.LOSS})"] if curves.LOSS in pictures else []),
         *_details("Run file", ["```json", json.dumps(given, indent=2, ensure_ascii=False), "```"]),
         "",
@@ -281,16 +281,13 @@ def _prompts(folder: Path, run: Run) -> list[str]:
     return ["", "| prompt | text before each row |", "|---|---|", *rows] if rows else []
 
 
-def _tables(report: Mapping[str, Any], reports: Sequence[Mapping[str, Any]], is_drawn: bool) -> list[str]:
-    (first, *views) = [
-        [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)] if rows else []
-        for head, rows in final_model.tables_of(report).items()
-    ]
-    if first:
-        picture = [f"![The figures of each evaluation, by step.]({curves.METRICS})", ""] if is_drawn else []
-        kept = [f"{line}." for life in reports for line in final_model.kept_lines(life)]
-        first = ["### Before and after", "", *picture, *(["\n".join(kept), ""] if kept else []), *first]
-    return [line for table in (first, *views) if table for line in ("", *table)]
+def _figures(report: Mapping[str, Any], reports: Sequence[Mapping[str, Any]], is_drawn: bool) -> list[str]:
+    if not (rows := final_model.figures_of(report)):
+        return []
+    picture = [f"![The figures of each evaluation, by step.]({curves.METRICS})", ""] if is_drawn else []
+    kept = [f"{line}." for life in reports for line in final_model.kept_lines(life)]
+    table = [f"| {' | '.join(row)} |" for row in (["held out", "before", "after"], ["---"] * 3, *rows)]
+    return ["", "### Before and after", "", *picture, *(["\n".join(kept), ""] if kept else []), *table]
 
 
 def _cell(text: str) -> str:

@@ -8,6 +8,7 @@ alone, and what saving writes into a model's configuration on the rank that save
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 from torch import nn
 
 from hf_dist_ext.data.fingerprint import content_digest
-from hf_dist_ext.data.tokens import tokens_depend_on
 from hf_dist_ext.run.fields import is_secret
 from hf_dist_ext.strategies import collectives, consensus
 from hf_dist_ext.strategies.tensors import is_split
@@ -85,8 +85,12 @@ def _of_tokenizer(processor: Any) -> Any:
     tokenizer = getattr(processor, "tokenizer", processor)
     if not hasattr(tokenizer, "get_vocab"):
         return None
-    how = tokens_depend_on(tokenizer) if hasattr(tokenizer, "is_fast") else None
-    return [how or sorted(tokenizer.get_vocab().items()), getattr(tokenizer, "chat_template", None)]
+    how = sorted(tokenizer.get_vocab().items())
+    if getattr(tokenizer, "is_fast", False):
+        of_last_call = {"padding": None, "truncation": None}
+        how = json.loads(tokenizer.backend_tokenizer.to_str()) | of_last_call
+    names = ("model_input_names", "truncation_side", "split_special_tokens", "chat_template")
+    return [how, *(getattr(tokenizer, name, None) for name in names)]
 
 
 def _digest(content: Any) -> str:

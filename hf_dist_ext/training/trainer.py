@@ -31,7 +31,6 @@ from hf_dist_ext.checkpoints import facts as run_facts
 from hf_dist_ext.checkpoints import hub, loss_state, resume
 from hf_dist_ext.checkpoints.keeper import Keeper
 from hf_dist_ext.checkpoints.model_files import ModelFiles
-from hf_dist_ext.data import tokenized
 from hf_dist_ext.data.bad_rows import read_apart
 from hf_dist_ext.data.order import sampler_of
 from hf_dist_ext.data.position import DataPosition
@@ -39,7 +38,7 @@ from hf_dist_ext.data.sentence_collator import SentenceCollator
 from hf_dist_ext.engine.budget import ChunkBudget
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.evaluation import evaluators, stream_rows
+from hf_dist_ext.evaluation import evaluators
 from hf_dist_ext.evaluation.encoder import dist_encoder
 from hf_dist_ext.evaluation.token_vectors import as_prediction
 from hf_dist_ext.failures import activity
@@ -68,7 +67,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.health import EarlyStop, Health, LeaveEvaluation
 from hf_dist_ext.training.meter import OF_OWN_LOSS, PARTS, MetricsFile, Profiler, StepClock, StepMeter
 from hf_dist_ext.training.out_of_memory import FittingSizes
-from hf_dist_ext.training.own_loss import ItemsWatch, OwnLossStep
+from hf_dist_ext.training.own_loss import ItemsWatch
 from hf_dist_ext.training.scaling import Scaling
 from hf_dist_ext.training.sizes import StepSizes
 from hf_dist_ext.training.step import EmbeddingStep
@@ -83,8 +82,7 @@ class DistTrainer(Trainer):
         loss: scores embeddings, `loss(own, everyone, row_offset, ids) -> LossOutput` (see `losses.InfoNCELoss`), and
             takes `targets` too where it reads labels. Batches are then mappings column -> features; the first column
             is the anchor, the second its positive, further ones hold hard negatives. None: the model's own loss,
-            exactly as Trainer; of a SentenceTransformer or MultiVectorEncoder what its own trainer takes then; with
-            `pipeline_parallel_size` a causal language model's, with Trainer's gradients.
+            exactly as Trainer; of a SentenceTransformer or MultiVectorEncoder what its own trainer takes then.
         evaluator: of sentence-transformers, or of your own, or a list of them: called with the model, a
             SentenceTransformer or MultiVectorEncoder, whose `encode` shares its rows out over processes. It needs no
             `eval_dataset`.
@@ -108,7 +106,6 @@ class DistTrainer(Trainer):
     freeze_watch: freeze.FreezeWatch | None = None
     files: ModelFiles
     step: EmbeddingStep = None  # type: ignore[assignment]  # None without a loss
-    own_loss: OwnLossStep | None = None
     _new_loss: dict[str, Any] | None = None  # the state of a loss that begins anew with every model
     stage: str | None = None  # the name of the run's
     _is_begun = True  # what a `train()` begins with; a loader that somebody asks for begins none
@@ -146,7 +143,6 @@ class DistTrainer(Trainer):
     def _prepare(self, model: nn.Module | None, args: Any, named: dict[str, Any]) -> None:
         """Before Trainer's constructor, whose arguments are `named`: what is refused, who trains, and what a loss over
         embeddings adds to them."""
-        checks.warn_of_untested_versions()
         checks.refuse_objects(model, self.loss, named)
         is_own = isinstance(args, DistTrainingArguments)
         if is_own and not is_of_sentence_transformers(model):
@@ -155,7 +151,6 @@ class DistTrainer(Trainer):
         if self.loss is None:
             if is_own:
                 checks.refuse_without_loss(args)
-            self.strategy = choose.of_own_loss(model, args)
         else:
             sentence_trainer.refuse_hooks(type(self), DistTrainer)
             checks.prepare_arguments(args, named.get("compute_loss_func"))
@@ -170,7 +165,7 @@ class DistTrainer(Trainer):
     def _make_parts(self) -> None:
         args, loss = self.args, self.loss
         # Trainer makes the loaders of `evaluate` and `predict` with it.
-        vars(self)["_get_dataloader"] = partial(stream_rows.loader, self, self._get_dataloader)
+        vars(self)["_get_dataloader"] = partial(metrics.loader, self, self._get_dataloader)
         self.data_position = DataPosition(self, collectives.exchange)
         self.keeper = Keeper(args, loss, lease.check)
         fitting = FittingSizes(args) if loss is not None and args.uses_gradient_cache else None
@@ -199,8 +194,6 @@ class DistTrainer(Trainer):
         self.image_stand_in = self.make_image_stand_in() if self.is_ours else None
         if self.loss is not None:
             self.step = self._make_step()
-        elif self.strategy.is_cut:
-            self.own_loss = OwnLossStep(self)
         if self._new_loss is not None:
             cast(nn.Module, self.loss).load_state_dict(self._new_loss)
         self.strategy.constructed(self.model)
@@ -231,7 +224,7 @@ class DistTrainer(Trainer):
             self.add_callback(EarlyStop(patience))
         if steps := self.options.profile_steps:
             self.add_callback(Profiler(steps))
-        self.clock.parts = PARTS if has_loss or self.own_loss is not None else OF_OWN_LOSS if is_ours else ()
+        self.clock.parts = PARTS if has_loss else OF_OWN_LOSS if is_ours else ()
         if self.clock.parts:
             self.add_callback(self.clock)
 
@@ -315,7 +308,7 @@ class DistTrainer(Trainer):
     def _prepare_for_training(self, *arguments: Any, **options: Any):
         prepared = super()._prepare_for_training(*arguments, **options)
         self.strategy.wrapped(self.model_wrapped, self.args, self.loss is not None)
-        if self.is_ours or self.strategy.is_cut:
+        if self.is_ours:
             self.strategy.seed(self.args.seed, self.args.device)
         if self.loss is not None:
             self.step.begin()
@@ -401,11 +394,9 @@ class DistTrainer(Trainer):
         return loader
 
     def _prepare_texts(self) -> None:
-        """Texts are tokenized once where they are read again, and travel without padding."""
+        """Texts travel without padding."""
         if self.loss is None or self.feature_cache is not None:
             return
-        rows = self.data_position.rows_per_micro_batch
-        self.train_dataset = tokenized.tokenized_once(self.train_dataset, self.data_collator, self.args, rows)
         if not self.accelerator.dataloader_config.dispatch_batches:  # such a batch is cut by rows of its tensors
             self.data_collator = getattr(self.data_collator, "as_flat", lambda: self.data_collator)()
 
@@ -429,9 +420,9 @@ class DistTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None):
         if self.loss is not None:
-            train_dataset = dataset = tokenized.rows_of(self.train_dataset if train_dataset is None else train_dataset)
+            train_dataset = self.train_dataset if train_dataset is None else train_dataset
             window = self.data_position.rows_per_micro_batch
-            if (sampler := sampler_of(self.args, dataset, self.data_collator, window)) is not None:
+            if (sampler := sampler_of(self.args, train_dataset, self.data_collator, window)) is not None:
                 return sampler
         return super()._get_train_sampler(train_dataset)
 
@@ -597,9 +588,6 @@ class DistTrainer(Trainer):
         """Trainer's, with the model's own loss."""
         if self.feature_cache is not None:
             inputs = self.feature_cache.take(inputs, self.args.device)
-        if self.own_loss is not None:
-            self._begin_step(model)
-            return self.own_loss.train(inputs, num_items_in_batch, self.accelerator.sync_gradients)
         accumulated = 1 if self.loss_is_scaled_for_ga is False else self.current_gradient_accumulation_steps
         items = self._items.watched(num_items_in_batch, self.model, accumulated)
         with self.strategy.marking() if self.health.guard is not None else nullcontext():
@@ -608,16 +596,13 @@ class DistTrainer(Trainer):
             self._items.warn_if_unused(self.accelerator.unwrap_model(self.model), accumulated)
         return loss
 
-    def _begin_step(self, model: nn.Module) -> None:
-        """As Trainer's step, where another one replaces it."""
+    def _prepare_embedding_step(self, model: nn.Module) -> None:
+        """As Trainer's step, which is replaced."""
         model.train()
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
             self.optimizer.train()
-
-    def _prepare_embedding_step(self, model: nn.Module) -> None:
-        self._begin_step(model)
         if self.strategy.model is not model:
             mode, own = self.args.gradient_cache_fsdp, self.loss_parameters()
             self.strategy.start(model, mode, own, self.optimizer, has_towers=self.step.sizes.takes_column)
@@ -811,11 +796,8 @@ class DistTrainer(Trainer):
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None):
         """With a loss: (loss, embeddings of anchors and positives, ids or labels), of a single column its embeddings
         and labels; the loss of the training step."""
-        if self.own_loss is not None:
-            return self.own_loss.predict(inputs, prediction_loss_only, self.label_names)
         if self.loss is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self.gather_function = stream_rows.gathered_of(self, inputs)
         loss, embeddings, facts = self.step.score_only(model, inputs)
         if prediction_loss_only or (len(embeddings) == 1 and isinstance(self.compute_metrics, metrics.PairMetrics)):
             return loss, None, None
@@ -834,7 +816,7 @@ class DistTrainer(Trainer):
         self.meter.correct(logs)
         if is_of_steps and self.clock.parts:
             logs.update(self.clock.read())
-        if is_of_steps and (self.loss is not None or self.own_loss is not None):
+        if is_of_steps and self.loss is not None:
             logs.update(self.meter.read(self.args.device))
             logs.update(self.strategy.for_log(logs))
         if "learning_rate" in logs:
@@ -845,10 +827,6 @@ class DistTrainer(Trainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if self.loss is None:
-            before = self.state.num_input_tokens_seen
-            super()._track_num_input_tokens(inputs)  # adds up those of all ranks
-            added = self.state.num_input_tokens_seen - before
-            self.state.num_input_tokens_seen = before + added // self.strategy.rows.shared_by
-            return
-        if self.args.include_num_input_tokens_seen != "no":
+            super()._track_num_input_tokens(inputs)
+        elif self.args.include_num_input_tokens_seen != "no":
             self.state.num_input_tokens_seen += self.meter.count_seen(self.args.include_num_input_tokens_seen)

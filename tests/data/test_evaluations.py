@@ -3,7 +3,6 @@
 import gzip
 import json
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -19,21 +18,19 @@ def read(path, **more):
 
 def content(data) -> tuple:
     """Queries, documents, and the pairs of texts that belong together."""
-    queries, documents = (items.take(range(len(items))) for items in (data.queries, data.documents))
-    pairs = {(queries[q], documents[d], gain) for (q, d), gain in zip(data.links.tolist(), data.gains, strict=True)}
-    return queries, documents, pairs
+    documents = dict(zip(data.corpus_ids, data.corpus, strict=True))
+    pairs = {(data.queries[q], documents[d]) for q, of in data.relevant.items() for d in of}
+    return list(data.queries.values()), list(documents.values()), pairs
 
 
 def test_both_layouts_say_the_same(tmp_path):
     queries, documents, right = corpus()
-    expected = {(queries[q], documents[d], 1.0) for q, of in right.items() for d in of}
+    expected = {(queries[q], documents[d]) for q, of in right.items() for d in of}
     beir, mteb = read(write_beir(tmp_path / "b", *corpus())), read(write_mteb(tmp_path / "m", *corpus()))
     for data in (beir, mteb):
         found = content(data)
         assert found == ([queries[q] for q in right], list(documents.values()), expected), "no query without an answer"
-        assert data.order.tolist() == [sorted(documents).index(name) for name in documents]
-        assert np.all(np.diff(data.links[:, 0]) >= 0) and data.identical.shape == (0, 2)
-        assert data.documents.lengths.tolist() == [len(text) for text in documents.values()]
+        assert data.corpus_ids == list(documents)
     assert beir.options.name == "b" and mteb.options.name == "m"
 
 
@@ -81,14 +78,14 @@ def test_a_folder_that_has_changed_is_read_again(tmp_path):
         (tmp_path / place).mkdir()
         for text in ("red", "green"):
             folder = write_mteb(tmp_path / place / "docs", {"q": "a"}, {"1": f"{text} {place}"}, {"q": ["1"]})
-            assert read(folder).documents.take([0]) == [f"{text} {place}"]
+            assert read(folder).corpus == [f"{text} {place}"]
 
 
 def test_a_corpus_may_be_pictures(tmp_path):
     pictures = [Image.new("RGB", (4, 4), (i, 0, 0)) for i in range(3)]
     data = read(write_pictures(tmp_path / "pictures", pictures, {"q": "red"}, {"q": ["1"]}))
-    assert [image.getpixel((0, 0))[0] for image in data.documents.take([2, 0])] == [2, 0]
-    assert data.links.tolist() == [[0, 1]] and data.documents.lengths.tolist() == [0, 0, 0]
+    assert [image.getpixel((0, 0))[0] for image in data.corpus[1:3]] == [1, 2]
+    assert data.queries == {"q": "red"} and data.relevant == {"q": {"1"}} and data.corpus_ids == ["0", "1", "2"]
 
 
 def spoiled(folder, change) -> None:
@@ -113,12 +110,10 @@ def latin(name: str) -> object:
     (append("qrels/test.tsv", "q0\td999\t1"), r'qrels name 1 id\(s\) that are not in corpus, such as "d999"'),
     (append("qrels/test.tsv", "q99\td1\t1"), r'qrels name 1 id\(s\) that are not in queries, such as "q99"'),
     (append("qrels/test.tsv", "q0 d1 1"), r"line \d+: \['q0 d1 1'\] is not a query, a document and a score"),
-    (append("qrels/test.tsv", "q0\td1\tnan"), r"line \d+: \['q0', 'd1', 'nan'\] is not a query"),
     (latin("qrels/test.tsv"), r"test.tsv is not UTF-8 text: line 1, byte 0 of the file is 0xe9"),
     (latin("queries.jsonl"), r"queries.jsonl is not UTF-8 text: line 1, byte 9 of the file is 0xe9"),
     (lambda folder: write_lines(folder / "corpus.jsonl", [{"_id": d, "body": "b"} for d in corpus()[1]]),
      'corpus: no row has a "text" or a "title"'),
-    (append("qrels/test.tsv", "q0\td1\t1\nq0\td1\t2"), 'query "q0" and document "d1" twice'),
     (append("corpus.jsonl", {"_id": "d7", "text": "again"}), 'corpus: the id "d7" stands in 2 rows'),
     (append("queries.jsonl", {"_id": "q7", "text": "again"}), 'queries: the id "q7" stands in 2 rows'),
     (append("corpus.jsonl", {"text": "no id"}), "corpus: 1 of 102 rows have no _id"),
@@ -126,7 +121,7 @@ def latin(name: str) -> object:
     (lambda folder: (folder / "queries.jsonl").unlink(), "has no queries.jsonl"),
     (lambda folder: (folder / "qrels" / "test.tsv").unlink(), "has no qrels"),
     (lambda folder: (folder / "qrels" / "test.tsv").write_text("q0\td1\t0\n"), "no line of qrels has a score above 0"),
-    (lambda folder: (folder / "qrels" / "test.tsv").write_text(""), "holds no line"),
+    (lambda folder: (folder / "qrels" / "test.tsv").write_text(""), "no line of qrels has a score above 0"),
     (lambda folder: write_lines(folder / "queries.jsonl", [{"_id": q, "text": " "} for q in corpus()[0]]),
      'queries have no text, such as "q1"'),
 ])  # fmt: skip
@@ -137,29 +132,20 @@ def test_what_cannot_be_is_refused(change, words, tmp_path):
 
 
 PAIRS = [{"sentence1": "a", "sentence2": "b", "score": 1}, {"sentence1": "c", "sentence2": "a", "score": 2.5}]
-LISTS = [{"query": "a", "positive": ["b"], "negative": ["c", "b"]}, {"query": "d", "positive": "e", "negative": []}]
 
 
-def test_rows_are_read_by_the_names_of_an_evaluation(tmp_path, caplog):
+def test_rows_are_read_by_the_names_of_an_evaluation(tmp_path):
     write_lines(tmp_path / "pairs.jsonl", PAIRS)
     (data,) = read_evaluations([{"type": "sts", "path": str(tmp_path / "pairs.jsonl")}])
     assert data.columns == {"sentence1": ["a", "c"], "sentence2": ["b", "a"], "score": [1, 2.5]}
     assert data.options.name == "pairs"
-    rows = [{**row, "positive": [row["positive"]] if isinstance(row["positive"], str) else row["positive"]}
-            for row in LISTS]  # fmt: skip
-    write_lines(tmp_path / "lists.jsonl", rows)
-    (data,) = read_evaluations([{"type": "reranking", "path": str(tmp_path / "lists.jsonl")}])
-    assert data.columns == {"query": ["a"], "positive": [["b"]], "negative": [["c", "b"]]}
-    assert "1 row(s) without a positive or a negative are left out" in caplog.text, "the second has nothing to rank"
 
 
 @pytest.mark.parametrize("kind, rows, words", [
     ("sts", [{**PAIRS[0], "score": None}, PAIRS[1]], r'row 0 \(counted from 0\): "score" is None, which is no number'),
     ("sts", [PAIRS[0], PAIRS[0]], "all scores are equal"),
     ("sts", [{**PAIRS[0], "sentence2": " "}, PAIRS[1]], "\"sentence2\" is ' ', which is no text"),
-    ("binary", [{**PAIRS[0], "label": 1}, {**PAIRS[1], "label": 2}], "labels are 1, 2, and they must be 0 and 1"),
     ("triplet", PAIRS, r'columns\["anchor"\]: .* has no column "anchor"'),
-    ("reranking", [{"query": "a", "positive": [], "negative": ["b"]}], "no row has both a positive and a negative"),
 ])  # fmt: skip
 def test_rows_that_cannot_be_are_refused(kind, rows, words, tmp_path):
     write_lines(tmp_path / "rows.jsonl", rows)
@@ -186,7 +172,7 @@ def test_a_copy_beside_a_file_of_beir_is_not_read_in_its_place(tmp_path):
         read(folder)
     clone = write_mteb(tmp_path / "clone", {"q": "a"}, {"1": "red"}, {"q": ["1"]})
     (clone / "corpus.jsonl.gz").write_bytes(b"")
-    assert read(clone).documents.take([0]) == ["red"], "its README.md says which file is meant"
+    assert read(clone).corpus == ["red"], "its README.md says which file is meant"
 
 
 def test_files_of_a_folder_that_are_not_read_are_told(tmp_path, caplog):

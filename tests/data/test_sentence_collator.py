@@ -2,23 +2,24 @@
 
 from types import SimpleNamespace
 
-import datasets
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from sentence_transformers import SentenceTransformer
 from sentence_transformers.multi_vector_encoder.data_collator import MultiVectorEncoderDataCollator
 from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
 
-from hf_dist_ext.data import tokenized
 from hf_dist_ext.data.mixture import SOURCE
 from hf_dist_ext.data.sentence_collator import SentenceCollator, tiles_of_rows
 from hf_dist_ext.engine.flat import unfolded
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.sentence_data import prepare_sentence_data
-from tests.data.test_tokenized import TWICE, text
 from tests.sentence_models import chat_model, picture_model, pictures, routed_model, static_model, text_model
+from tests.tiny_models import WORDS
+
+
+def text(start: int, words: int) -> str:
+    return " ".join(WORDS[(start + i) % len(WORDS)] for i in range(words))
 
 
 def rows(count: int = 5, **more) -> list[dict]:
@@ -208,11 +209,6 @@ def test_a_row_draws_its_prompt_by_seed_epoch_and_itself_alone(models):
 # ---- tokens ----
 
 
-@pytest.fixture
-def kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def padded(features: dict) -> dict:
     whole = unfolded(features)
     if whole is features:
@@ -222,64 +218,21 @@ def padded(features: dict) -> dict:
 
 
 @pytest.mark.parametrize("model", ["text", "chat"])
-def test_tokenized_once_and_travelling_flat_batches_are_the_same(models, model, kept):
+def test_batches_that_travel_flat_are_the_same(models, model):
     model = models[model]
     given = rows(12, label=lambda i: i)
     for i, row in enumerate(given):
         row["negative"] = [text(i + j, 2) for j in range(i % 3)]
     options = {"prompts": {"anchor": "search : "}, "tokenizer": model.tokenizer}
     plain = SentenceCollator(model.preprocess, ["anchor", "positive", "negative"], **options)
-    read = tokenized.tokenized_once(Dataset.from_list(given), plain, TWICE, 4)
-    assert isinstance(read, tokenized.TokenizedRows) and read.columns == ["anchor", "positive", "negative"]
-    calls = []
-    flat = plain.as_flat()
-    flat.preprocess = lambda values, **more: calls.extend(values) or model.preprocess(values, **more)
-    numbers = [7, 1, 4, 11]
-    expected = plain([given[i] for i in numbers])
-    for collator, of_rows in ((plain.as_flat(), [given[i] for i in numbers]), (flat, read.__getitems__(numbers))):
-        found = collator(of_rows)
-        assert found.keys() == expected.keys() and found["constants"] == expected["constants"]
-        for name in ("anchor", "positive", "negative"):
-            assert "flat" in found[name]
-            assert {k: v.tolist() for k, v in padded(found[name]).items()} == {
-                k: v.tolist() for k, v in expected[name].items()
-            }
-    assert set(calls) == {""}, "no text was tokenized again"
-
-
-def test_other_tokens_have_a_file_of_their_own(models):
-    made = SentenceCollator(models["text"].preprocess, ["anchor"], tokenizer=models["text"].tokenizer)
-    facts = [made.tokens_depend_on("anchor")]
-    for option, value in (("prompts", "search : "), ("max_length", 5), ("has_positions", True)):
-        other = SentenceCollator(**{**vars_of(made), option: value})
-        facts.append(other.tokens_depend_on("anchor"))
-    assert None not in facts and len({repr(one) for one in facts}) == 4
-    static = static_model()
-    assert (
-        SentenceCollator(static.preprocess, ["anchor"], tokenizer=static.tokenizer).tokens_depend_on("anchor") is None
-    )
-
-
-class Upper(SentenceTransformer):
-    def preprocess(self, inputs, **more):
-        return super().preprocess([text.upper() for text in inputs], **more)
-
-
-def test_tokens_of_a_preprocess_of_the_users_are_not_kept(models):
-    """Nothing tells what it makes of a text, so another model's tokens could be taken for its own."""
-    plain, first = models["text"], models["text"][0]
-    collator = SentenceCollator(plain.preprocess, ["anchor"], tokenizer=plain.tokenizer)
-    assert collator.tokens_depend_on("anchor") is not None
-    assert collator.of_model(Upper(modules=[*plain])).tokens_depend_on("anchor") is None
-    first.preprocess = lambda inputs, **more: type(first).preprocess(first, [text.upper() for text in inputs], **more)
-    try:
-        assert collator.tokens_depend_on("anchor") is None
-    finally:
-        del first.preprocess
-
-
-def vars_of(collator: SentenceCollator) -> dict:
-    return {name: value for name, value in vars(collator).items() if not name.startswith("_")}
+    of_rows = [given[i] for i in (7, 1, 4, 11)]
+    expected, found = plain(of_rows), plain.as_flat()(of_rows)
+    assert found.keys() == expected.keys() and found["constants"] == expected["constants"]
+    for name in ("anchor", "positive", "negative"):
+        assert "flat" in found[name]
+        assert {k: v.tolist() for k, v in padded(found[name]).items()} == {
+            k: v.tolist() for k, v in expected[name].items()
+        }
 
 
 @pytest.mark.parametrize("is_flat", [False, True])

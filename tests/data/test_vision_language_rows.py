@@ -87,15 +87,6 @@ def test_ids_are_equal_for_equal_content_alone():
     assert content_id(one) == content_id(same) and len({content_id(value) for value in [one, *others]}) == 6
 
 
-def test_kept_tokens_depend_on_the_processors_chat_template():
-    processor, config = tiny_vision_language("llava", "right")
-    with mock.patch.object(AutoProcessor, "from_pretrained", lambda *args, **options: processor):
-        model = embedding_model(config, tokenizer=processor)
-    before = collator_of(model, COLUMNS, PROMPTS).tokens_depend_on("query")
-    model[0].processor.chat_template += " "
-    assert None is not before != collator_of(model, COLUMNS, PROMPTS).tokens_depend_on("query")
-
-
 def test_ids_of_messages_follow_from_their_pictures():
     def talk(image):
         return [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "a"}]}]

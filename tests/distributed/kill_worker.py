@@ -13,8 +13,8 @@ written, go an hour back or forth between its starts; each must begin at the new
 
 `--stock` runs transformers' own classes instead, a mode that ends in `+frozen` freezes a layer; in one that ends in
 `+async` files are written, slowly, while training goes on, and a save ends with its commit. `ddp+pipeline` cuts an
-embedding model in two, `ddp+causal` a language model with its own loss and one weight on both processes;
-`multi_gpu_3d@8+pipeline` are two pipelines of two stages of which two processes each have half of every layer.
+embedding model in two; `multi_gpu_3d@8+pipeline` are two pipelines of two stages of which two processes each have half
+of every layer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        attention_dropout=0.1, tie_word_embeddings=options.is_causal,
+        attention_dropout=0.1,
     )  # fmt: skip
     # Epochs of 6 steps, of 3 on two or four processes: some saves are in the middle of a later epoch.
     number = 20 if options.copies else 12
@@ -68,7 +68,6 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
         **({"save_async": True} if options.later else {}),
         **({"sharding": "HYBRID_SHARD", "sharding_group_size": 2} if options.copies else {}),
         **({"pipeline_parallel_size": 2, "gradient_cache_chunk_size": 1} if options.pipeline else {}),
-        **({"sharding": "SHARD_GRAD_OP"} if options.sharded else {}),
     )  # fmt: skip
 
     class Reporting(trainer_class):
@@ -91,7 +90,7 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
         def on_train_begin(self, args, state, control, **others):
             report(f"from {state.global_step}")
 
-    if options.pipeline and not options.is_causal:
+    if options.pipeline:
         embedder, loss = around(AutoModel.from_config(config), pooling="last"), InfoNCELoss(0.1)
         more = {"train_dataset": list(range(number)), "data_collator": collate, "loss": loss}
         trainer = Reporting(embedder, args, callbacks=[Began()], **more)
@@ -195,8 +194,8 @@ def killed_at_other_times(
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     modes = [mode + frozen + later for mode in MODES | HSDP for frozen in ("", "+frozen") for later in ("", "+async")]
-    modes += [mode + frozen for mode in ZERO for frozen in ("", "+frozen")] + ["ddp+pipeline", "ddp+causal"]
-    modes += ["multi_gpu_3d@4+causal", "multi_gpu_pp@4+causal+sharded", "multi_gpu_3d@8+pipeline"]
+    modes += [mode + frozen for mode in ZERO for frozen in ("", "+frozen")]
+    modes += ["ddp+pipeline", "multi_gpu_3d@8+pipeline"]
     parser.add_argument("--mode", choices=modes, nargs="+", required=True)
     parser.add_argument("--kills", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -207,8 +206,7 @@ def main(words: list[str] | None = None) -> None:
     found = {}
     for mode in options.mode:
         draw, options.frozen, options.later = random.Random(options.seed), "+frozen" in mode, "+async" in mode
-        options.copies, options.zero, options.is_causal = "hsdp" in mode, "zero" in mode, "causal" in mode
-        options.pipeline, options.sharded = options.is_causal or "pipeline" in mode, "+sharded" in mode
+        options.copies, options.zero, options.pipeline = "hsdp" in mode, "zero" in mode, "pipeline" in mode
         if options.zero:
             import deepspeed  # noqa: F401, once, before the forks
         with TemporaryDirectory() as folder:

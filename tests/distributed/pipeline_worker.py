@@ -1,5 +1,5 @@
-r"""Runs of DistTrainer as pipelines: of two processes, of more whose layers are split (tensor parallelism), or whose
-copies shard their stages (FSDP2). Resumed, saved, evaluated, counted; and what is refused.
+r"""Runs of DistTrainer as pipelines: of two processes, and of more whose layers are split (tensor parallelism).
+Resumed, saved, evaluated, counted; and what is refused.
 
     accelerate launch --config_file configs/accelerate/multi_gpu_3d.yaml --num_processes 4 \
         tests/distributed/pipeline_worker.py FOLDER --fields '{"pipeline_parallel_size": 2}' --only held resumed
@@ -22,10 +22,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import TrainerCallback
 
 from hf_dist_ext import launched, policy
@@ -34,7 +33,6 @@ from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.adapters import WEIGHTS, adapters_of
-from hf_dist_ext.strategies import adapters
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.pipeline import options as pipeline_options
 from hf_dist_ext.strategies.pipeline import passes, schedules, strategy
@@ -50,7 +48,6 @@ CONFIG = model_config(
     "qwen3", num_hidden_layers=LAYERS, attention_dropout=0.1, vocab_size=99, num_attention_heads=4,
     num_key_value_heads=2,
 )  # fmt: skip
-FSDP_COLLECTIVES = ("foreach_all_gather", "foreach_reduce")
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "o_proj"], lora_dropout=0.1)
 
 
@@ -100,29 +97,13 @@ def loaded_here(base: Path, folder: Path, **fields) -> list[int]:
 
 
 def held(base: Path, folder: Path, **fields) -> list[dict[str, int]]:
-    """Of each process, after an update of two batches: elements of weights and of optimizer state, layers and other
-    units, and how often FSDP2 gathered and reduced one."""
+    """Of each process, after an update of two batches: elements of weights and of optimizer state."""
     trainer = make_trainer(base, folder, max_steps=1, save_strategy="no", **fields)
-    counts, before = Counter(), {name: getattr(_fsdp_param_group, name) for name in FSDP_COLLECTIVES}
-
-    def counted(name: str, *arguments, **options):
-        counts[name] += 1
-        return before[name](*arguments, **options)
-
-    for name in FSDP_COLLECTIVES:
-        setattr(_fsdp_param_group, name, partial(counted, name))
     trainer.train()
-    for name in FSDP_COLLECTIVES:
-        setattr(_fsdp_param_group, name, before[name])
-    modules = [module for stage in trainer.strategy.cut.modules() for module in stage]
-    units = [module for module in modules if any(True for _ in module.parameters())]
     of_optimizer = [v for values in bare_optimizer(trainer.optimizer).state.values() for v in values.values()]
     return everyone(
         {
             "weights": sum(held_here(p).numel() for p in trainer.model.parameters()),
-            "units": len(units),
-            "gathered": counts["foreach_all_gather"],
-            "reduced": counts["foreach_reduce"],
             "optimizer": sum(held_here(v).numel() for v in of_optimizer if v.dim()),
         }
     )
@@ -213,7 +194,7 @@ class Read(TrainerCallback):
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         moments = dict(gathered({name: of_optimizer[p]["exp_avg_sq"] for name, p in trained.items()}, keep=True))
         is_adapter = len(trained) < len(dict(model.named_parameters()))
-        own = adapters.held_here(model.transformers_model) if is_adapter else trained
+        own = get_peft_model_state_dict(model.transformers_model) if is_adapter else trained
         own = {name: value for name, value in gathered(own, keep=True) if name in self.whole or not is_adapter}
         self.found["weights"] = all_ranks(len(own) > 4 and all(torch.equal(p, self.whole[n]) for n, p in own.items()))
         self.found["moments"] = all_ranks(all(torch.equal(m, saved[f"{n}/exp_avg_sq"]) for n, m in moments.items()))
@@ -320,30 +301,25 @@ REFUSED = {
     "kept graphs": {"gradient_cache_keep_graph": 1}, "fp16": {"fp16": True}, "async": {"save_async": True},
     "compile": {"torch_compile": True}, "half in evaluation": {"bf16_full_eval": True},
     "reentrant": {f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}},
-    "hook": {"ddp_comm_hook": "fp16"},
+    "hook": {"ddp_comm_hook": "fp16"}, "sharding": {"sharding": "FULL_SHARD"},
     "schedule": {"pipeline_schedule": "dualpipe"}, "per rank": {"pipeline_stages_per_rank": 2},
     "no pipeline": {"pipeline_parallel_size": None, "pipeline_schedule": "gpipe"},
     "processes": {"pipeline_parallel_size": 3}, "split": {"pipeline_split": [2, 4]},
     "empty stage": {"pipeline_split": [6]},
-    "layers": {"pipeline_schedule": "looped_bfs", "pipeline_stages_per_rank": 4},
+    "layers": {"pipeline_schedule": "zero_bubble", "pipeline_stages_per_rank": 4},
 }  # fmt: skip
 
 
 OF_GROUPS = {
-    "optimizer": {"optim": "adafactor"}, "one pipeline": {"sharding": "FULL_SHARD"},
-    "processes": {"pipeline_parallel_size": 4},
-}  # fmt: skip
-OF_COPIES = {
-    "zero bubble": {"sharding": "FULL_SHARD", "pipeline_schedule": "zero_bubble"},
-    "hybrid": {"sharding": "HYBRID_SHARD"}, "sharded optimizer": {"sharding": "SHARD_GRAD_OP", "optim": "adafactor"},
-    "offload": {"sharding": "FULL_SHARD", "cpu_offload": True},
+    "optimizer": {"optim": "adafactor"}, "processes": {"pipeline_parallel_size": 4},
+    "adapters": {"has_adapters": True},
 }  # fmt: skip
 
 
 def refusals(base: Path, folder: Path) -> dict[str, str]:
     options = {"base": base, "folder": folder / "no", "save_strategy": "no"}
-    has_groups, is_one = launched.mesh_size("tp") > 1, launched.processes() == 2
-    cases = OF_GROUPS if has_groups else REFUSED if is_one else OF_COPIES
+    has_groups = launched.mesh_size("tp") > 1
+    cases = OF_GROUPS if has_groups else REFUSED
     said = {name: said_by(lambda more=more: make_trainer(**(options | more))) for name, more in cases.items()}
 
     def train_with_numbers_of_its_own() -> None:
@@ -364,7 +340,7 @@ def refusals(base: Path, folder: Path) -> dict[str, str]:
 
     if has_groups:
         said["other numbers"] = said_by(train_with_numbers_of_its_own)
-    if is_one:
+    else:
         said["other rows"] = said_by(train_on_other_rows)
         said["architecture"] = said_by(lambda: train(embedding_model(model_config("distilbert"))))
         said["towers"] = said_by(lambda: train(nn.Linear(2, 2)))
@@ -502,12 +478,11 @@ def found_in(_, folder: Path, fields: dict, only: list[str]) -> dict:
     dist.barrier()
     frozen = {"frozen_modules": ["embed_tokens", "layers.0", "layers.5"]}
     frozen["learning_rates"] = {"projection": 5e-3, "layers.1": 2e-3}
-    cuts = "sharding" not in fields  # whether schedules may that compute gradients of weights later
-    other = {"pipeline_schedule": "zero_bubble_v" if cuts else "interleaved_1f1b"} | fields
-    of_adapters = {"pipeline_schedule": "zero_bubble" if cuts else "1f1b"} | fields
+    other = {"pipeline_schedule": "interleaved_1f1b"} | fields
+    of_adapters = {"pipeline_schedule": "zero_bubble"} | fields
 
     def of_schedule(name: str) -> list[dict]:
-        per_rank = None if name in policy.FIXED_STAGES_PER_RANK else 2
+        per_rank = None if name in policy.ONE_STAGE_PER_RANK else 2
         more = {"pipeline_schedule": name, "pipeline_stages_per_rank": per_rank}
         return counted(base, folder / "counted", **more)
 

@@ -21,20 +21,17 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import manifest
-from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.adapters import WEIGHTS
 from hf_dist_ext.strategies import splitting
 from hf_dist_ext.strategies.collectives import rank
-from hf_dist_ext.strategies.tensors import gathered, held_here
+from hf_dist_ext.strategies.tensors import gathered
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.tiny_models import around, embed, embedding_model, loaded, model_config
+from tests.tiny_models import around, embed, loaded
 
 ROWS, BATCH = 36, 4
-ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
-LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"], lora_dropout=0.1)
+LORA = LoraConfig(r=2, target_modules=["q_proj"])
 
 
 def save_base(folder: Path) -> None:
@@ -129,54 +126,15 @@ def resumed(base: Path, folder: Path, **more) -> dict:
         "logged_batch": trainer.state.log_history[0]["contrastive_batch_size"],
         "files": sorted(path.name for path in (folder / "checkpoint-4").iterdir()),
     }
-    if "adapters" in more:
-        rows = collate(list(range(7)))["positive"]
-        if rank() == 0:
-            merge(folder / "end", folder / "merged")
-        dist.barrier()
-        with torch.no_grad():
-            found["embeddings_differ"] = max(
-                (embed(trainer.model.eval(), **rows) - embed(loaded(of), **rows))
-                .abs().max().item() for of in (folder / "end", folder / "merged")
-            )  # fmt: skip
-        found["whole"] = {name: list(value.shape) for name, value in load_file(folder / "end" / WEIGHTS).items()}
-    else:
-        whole = loaded(folder / "end").eval()
-        rows = collate(list(range(7)))["positive"]
-        with torch.no_grad():
-            ours = embed(trainer.model.eval(), **rows)
-            found["embeddings_differ"] = (ours - embed(whole, **rows)).abs().max().item()
-        found["config"] = json.loads((folder / "end" / "config.json").read_text())
-        found["weights_equal"] = all(torch.equal(value, end[name]) for name, value in whole.state_dict().items())
+    whole = loaded(folder / "end").eval()
+    rows = collate(list(range(7)))["positive"]
+    with torch.no_grad():
+        ours = embed(trainer.model.eval(), **rows)
+        found["embeddings_differ"] = (ours - embed(whole, **rows)).abs().max().item()
+    found["config"] = json.loads((folder / "end" / "config.json").read_text())
+    found["weights_equal"] = all(torch.equal(value, end[name]) for name, value in whole.state_dict().items())
     if (trained := folder / "checkpoint-4" / "trainable.safetensors").is_file():
         found["weights"] = sorted(load_file(trained))
-    return found
-
-
-def encoders(folder: Path) -> dict[str, dict]:
-    """Of each kind, read in parts: whether these make its weights, and how far its embeddings are off."""
-    found = {}
-    for kind in ENCODERS:
-        whole = embedding_model(model_config(kind, hidden_dropout_prob=0.0))
-        if rank() == 0:
-            whole.save_pretrained(str(folder / kind))
-        dist.barrier()
-        whole = loaded(folder / kind)
-        try:
-            split = loaded(folder / kind, distributed_config=splitting.launched_config())
-        except UsageError as error:
-            found[kind] = {"said": str(error)}
-            continue
-        rows, theirs = collate([1, 2, 3])["positive"], whole.state_dict()
-        rows["input_ids"] %= whole.transformers_model.config.vocab_size
-        own = dict(gathered(split.state_dict(), keep=True))
-        with torch.no_grad():
-            difference = (embed(split, **rows) - embed(whole, **rows)).abs().max().item()
-        found[kind] = {
-            "equal": own.keys() == theirs.keys() and all(torch.equal(own[name], theirs[name]) for name in own),
-            "held": sum(held_here(p).numel() for p in split.parameters()) / sum(p.numel() for p in whole.parameters()),
-            "differ": difference,
-        }
     return found
 
 
@@ -184,7 +142,7 @@ def refusals(base: Path, folder: Path) -> dict[str, str]:
     said = {}
     for name, more in {
         "fp16": {"fp16": True}, "optimizer": {"optim": "adafactor"}, "whole": {"is_split": False},
-        "async": {"save_async": True},
+        "async": {"save_async": True}, "adapters": {"adapters": LORA},
     }.items():  # fmt: skip
         try:
             make_trainer(base, folder / name, **more)
@@ -241,8 +199,6 @@ def all_cases(folder: Path) -> dict:
     return {
         "resumed": resumed(base, folder / "run"),
         "frozen": resumed(base, folder / "frozen", frozen_modules=["embed_tokens", "layers.0"]),
-        "adapters": resumed(base, folder / "adapters", adapters=LORA),
-        "encoders": encoders(folder),
         "evaluation": evaluated(base, folder / "eval"),
         "said": refusals(base, folder),
         "upstream": upstream(base) if launched.processes() == launched.mesh_size("tp") else {},

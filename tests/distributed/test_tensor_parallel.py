@@ -26,7 +26,7 @@ def found(groups: int) -> dict:
     return look("multi_gpu_tp", 2 * groups, worker.all_cases)
 
 
-@pytest.mark.parametrize("kind", ["resumed", "frozen", "adapters"])
+@pytest.mark.parametrize("kind", ["resumed", "frozen"])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(groups, kind):
     run = found(groups)[kind]
@@ -50,27 +50,6 @@ def test_a_checkpoint_of_a_frozen_run_holds_whole_tensors_of_what_trains(groups)
     run = found(groups)["frozen"]
     assert "projection.linear.weight" in run["weights"]
     assert not [name for name in run["weights"] if "embed_tokens" in name or "layers.0" in name]
-
-
-@pytest.mark.parametrize("groups", GROUPS)
-def test_a_folder_of_adapters_is_whole_and_merges(groups):
-    run = found(groups)["adapters"]
-    assert run["embeddings_differ"] < 1e-6
-    shapes = {name: shape for name, shape in run["whole"].items() if "layers.1." in name}
-    parts = {name.split(".")[-3] + name.split(".")[-2][-2:]: shape for name, shape in shapes.items()}
-    assert parts["q_proj_A"] == [2, 32] and parts["q_proj_B"] == [32, 2]
-    assert parts["down_proj_A"] == [2, 48] and parts["down_proj_B"] == [32, 2]
-
-
-@pytest.mark.parametrize("kind", worker.ENCODERS)
-@pytest.mark.parametrize("groups", GROUPS)
-def test_encoders_are_read_in_parts(groups, kind):
-    read = found(groups)["encoders"][kind]
-    if kind == "modernbert" and groups > 1:
-        assert re.search("fused matrices, which FSDP2 over groups that split them would mix up", read["said"])
-        return
-    assert read["equal"] and read["differ"] < 1e-6
-    assert 0.5 / groups <= read["held"] < 0.7 / groups
 
 
 @pytest.mark.parametrize("groups", GROUPS)
@@ -102,6 +81,7 @@ def test_retrieval_metrics_are_those_of_one_process(groups, tmp_path):
         ("optimizer", "optim=adafactor.*adamw_torch"),
         ("whole", "whole on every process.*distributed_config"),
         ("async", "save_async=true"),
+        ("adapters", "does not go with adapters"),
         ("other_rows", "hold other rows"),
         ("other_numbers", "draw other random numbers"),
     ],

@@ -275,7 +275,7 @@ def test_a_stage_of_a_pipeline_is_read_alone(tmp_path):
     written(tmp_path)
     whole = build(tmp_path / "model")
     for own in ([0], [1]):
-        model = build(tmp_path / "model", in_stages=lambda kind, own=own: stages.staged(kind, own, range(2), None))
+        model = build(tmp_path / "model", in_stages=lambda kind, own=own: stages.staged(kind, own, 2, None))
         kinds = type(model), type(model[0]), type(model[0].model)
         assert kinds == (SentenceTransformer, Transformer, BertModel)
         here = {name: p for name, p in model.named_parameters() if p.device.type != "meta"}
@@ -283,20 +283,20 @@ def test_a_stage_of_a_pipeline_is_read_alone(tmp_path):
         assert "projection.linear.weight" in here
         assert all(torch.equal(value, whole.get_parameter(name)) for name, value in here.items())
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
-        stages.StagedModel(model, own, stages.firsts_of(model, range(2), None))
+        stages.StagedModel(model, own, stages.firsts_of(model, 2, None))
 
 
 @needs_tensor_parallelism
 def test_a_model_is_split_over_processes(tmp_path):
-    written(tmp_path)
-    sources = {"model_name_or_path": tmp_path / "model"}, {"model_config": model_config("bert"), "projection_dim": 8}
+    drawn(build, model_config=model_config("llama"), tokenizer=tiny_tokenizer()).save_pretrained(str(tmp_path))
+    sources = {"model_name_or_path": tmp_path}, {"model_config": model_config("llama"), "projection_dim": 8}
     expected = [vectors_of(drawn(build, **given).double().eval()) for given in sources]
 
     def main() -> None:
         split = choose.launched_split(DistTrainingArguments(tmp_path / "out", use_cpu=True))
         for given, whole in zip(sources, expected, strict=True):
             model = drawn(build, **given, distributed_config=split).eval()
-            assert type(model[0].model.encoder.layer[0].attention.self.query.weight).__name__ == "DTensor"
+            assert type(model[0].model.layers[0].self_attn.q_proj.weight).__name__ == "DTensor"
             torch.testing.assert_close(vectors_of(model.double()), whole, rtol=1e-10, atol=1e-10)
 
     launch("multi_gpu_tp", 2, main)

@@ -1,7 +1,7 @@
 """Prints the exactness table: configuration, and the largest relative gradient error per way of running it.
 
 python tests/parity/exactness_table.py            # about two hours on two cores
-python tests/parity/exactness_table.py --columns "PP 2, 1f1b" "TP 2" --rows LoRA "causal LM" --output exactness.json
+python tests/parity/exactness_table.py --columns "PP 2, 1f1b" "TP 2" --rows LoRA --output exactness.json
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from hf_dist_ext.policy import CUT_BACKWARDS, stages_per_rank  # noqa: E402
+from hf_dist_ext.policy import stages_per_rank  # noqa: E402
 from hf_dist_ext.strategies.pipeline.schedules import SCHEDULES  # noqa: E402
 from tests.distributed.forked import look  # noqa: E402
-from tests.parity import causal_worker, exactness_worker  # noqa: E402
+from tests.parity import exactness_worker  # noqa: E402
 
 RUNS = {"single": ("python", 1), "DDP 2": ("multi_gpu_ddp", 2), "DDP 3": ("multi_gpu_ddp", 3), "FSDP2 2": ("multi_gpu_fsdp", 2), "HSDP 2x2": ("multi_gpu_hsdp", 4), "TP 2": ("multi_gpu_tp", 2), "TP 2 x FSDP 2": ("multi_gpu_tp", 4)}  # fmt: skip  # noqa: E501
 
@@ -36,42 +36,23 @@ PIPELINE_CASES = [
     "accumulation, temperature", "decoder, LoRA", "XLM-R, three columns", "ModernBERT, accumulation, clipped",
     "frozen layers",
 ]  # fmt: skip
-DECODERS = [
+SPLIT = [  # under tensor parallelism
     "decoder, last token, left padding", "decoder without norms in attention", "decoder, accumulation, temperature",
     "decoder, first half frozen", "decoder, frozen layers", "decoder, frozen, trained projection",
     "decoder, three columns, gradient checkpointing", "bf16 against float32, decoder, chunks: 8",
-    "decoder, LoRA", "decoder, LoRA, accumulation, clipped",
 ]  # fmt: skip
-SPLIT = [  # under tensor parallelism
-    *DECODERS,
-    "chunk 4, does not divide", "three columns, 3 hard negatives", "XLM-R, three columns", "gradient checkpointing",
-    "LoRA", "max_grad_norm", "accumulation, temperature", "dropout",
-]  # fmt: skip
-FUSED = "ModernBERT, accumulation, clipped"  # not where FSDP2 shards what groups split
-# name -> preset, processes, arguments beside a schedule, cases
-LAYOUTS = {
-    "PP 2 x TP 2": ("multi_gpu_3d", 4, {}, [*SPLIT, FUSED]),
-    "PP 2 x FSDP2 2": ("multi_gpu_pp", 4, {"sharding": "FULL_SHARD"}, PIPELINE_CASES),
-    "PP 2 x FSDP2 2 per update": ("multi_gpu_pp", 4, {"sharding": "SHARD_GRAD_OP"}, PIPELINE_CASES),
-    "PP 2 x TP 2 x DP 2": ("multi_gpu_3d", 8, {}, [*SPLIT, FUSED]),
-    "PP 2 x TP 2 x FSDP2 2": ("multi_gpu_3d", 8, {"sharding": "FULL_SHARD"}, SPLIT),
-}
-# name -> layout, schedule
-MESHES = {
-    f"{layout}, {name}": (layout, name)
-    for layout, (_, processes, arguments, _) in LAYOUTS.items()
+MESHES = {  # of pipelines whose layers are split: name -> processes, schedule
+    f"{layout}, {name}": (processes, name)
+    for layout, processes in {"PP 2 x TP 2": 4, "PP 2 x TP 2 x DP 2": 8}.items()
     for name in SCHEDULES
-    if not (arguments.get("sharding") == "FULL_SHARD" and name in CUT_BACKWARDS)
 }
 
 
 def measure_mesh(run: str, *names: str) -> dict[str, dict[str, float]]:
-    """Likewise, of pipelines whose layers are split or sharded: of all cases, or of these."""
-    layout, schedule = MESHES[run]
-    preset, processes, arguments, cases = LAYOUTS[layout]
-    more = {"pipeline_parallel_size": 2, "pipeline_schedule": schedule}
-    rows = ["ranks with different row counts"] * (cases is PIPELINE_CASES)
-    return look(preset, processes, exactness_worker.errors_of, arguments | more, names or [*cases, *rows], 6)
+    """Likewise, of pipelines whose layers are split: of all cases, or of these."""
+    processes, schedule = MESHES[run]
+    arguments = {"pipeline_parallel_size": 2, "pipeline_schedule": schedule}
+    return look("multi_gpu_3d", processes, exactness_worker.errors_of, arguments, names or SPLIT, 6)
 
 
 def measure_pipeline(run: str, *names: str) -> dict[str, dict[str, float]]:
@@ -82,17 +63,6 @@ def measure_pipeline(run: str, *names: str) -> dict[str, dict[str, float]]:
     return look("multi_gpu_pp", processes, exactness_worker.errors_of, arguments, names, 6)
 
 
-def measure_causal(run: str, *names: str) -> dict[str, dict[str, float]]:
-    """Likewise, of causal language models with their own loss: of all cases, or of these."""
-    if run in PIPELINES:
-        preset, (processes, size, schedule, per_rank), arguments = "multi_gpu_pp", PIPELINES[run], {}
-    else:
-        layout, schedule = MESHES[run]
-        (preset, processes, arguments, _), size, per_rank = LAYOUTS[layout], 2, None
-    pipeline = {"pipeline_parallel_size": size, "pipeline_schedule": schedule, "pipeline_stages_per_rank": per_rank}
-    return look(preset, processes, causal_worker.errors_of, arguments | pipeline, names)
-
-
 def measure(run: str, *names: str) -> dict[str, dict[str, float]]:
     """Case name -> {"error", "tolerance"} of one way of running: of all its cases, or of these."""
     return look(*RUNS[run], exactness_worker.errors_of, {}, names)
@@ -101,16 +71,13 @@ def measure(run: str, *names: str) -> dict[str, dict[str, float]]:
 def column(run: str, rows: list[str]) -> dict[str, dict[str, float]]:
     """All cases of one way of running, or those of these names that it has."""
     if run in RUNS:
-        measures = {measure: [case.name for case in exactness_worker.CASES]}
+        take, cases = measure, [case.name for case in exactness_worker.CASES]
+    elif run in PIPELINES:
+        take, cases = measure_pipeline, PIPELINE_CASES
     else:
-        own = (measure_pipeline, PIPELINE_CASES) if run in PIPELINES else (measure_mesh, LAYOUTS[MESHES[run][0]][3])
-        measures = dict([own, (measure_causal, [case.name for case in causal_worker.CASES])])
-    found = {}
-    for take, cases in measures.items():
-        names = [name for name in cases if name in rows]
-        if names or not rows:
-            found |= take(run, *names)
-    return found
+        take, cases = measure_mesh, SPLIT
+    names = [name for name in cases if name in rows]
+    return take(run, *names) if names or not rows else {}
 
 
 def main() -> None:

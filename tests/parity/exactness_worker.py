@@ -34,8 +34,7 @@ from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.frozen.who_trains import plan_freezing
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.pipeline.stages import StagedModel
-from hf_dist_ext.strategies.splitting import launched_config, split, split_adapters
-from hf_dist_ext.strategies.tensors import put
+from hf_dist_ext.strategies.splitting import launched_config, split
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.trainer import DistTrainer
@@ -238,13 +237,6 @@ HSDP_CASES = {
 }  # fmt: skip
 
 
-# Tensor parallelism takes all of an encoder's cases; these have each kind of layer, and adapters.
-SPLIT_ENCODERS = {
-    "LoRA and a trained projection", "XLM-R, three columns", "ModernBERT, accumulation, clipped",
-    "three columns, 3 hard negatives",
-}  # fmt: skip
-
-
 class Scarce:
     """Memory runs out on the last rank when a graph holds more than 40 tokens."""
 
@@ -356,19 +348,9 @@ def add_lora(model: SentenceTransformer, targets: list[str], dropout: float = 0.
 
 
 def split_embedder(kind: str, distributed_config, dtype: torch.dtype) -> nn.Module:
-    """The model with its backbone split, with the same weights; adapters are put in when it is."""
-    factors = {}
-    if "lora" in kind:
-        whole = build_model(kind, dtype=dtype).to(dtype)
-        factors = {name: parameter for name, parameter in whole.named_parameters() if ".lora_" in name}
-    model = build_model(kind.removesuffix(":lora").replace("lora:", "base:"), dtype=dtype).to(dtype)
-    model[0].model = backbone = split(model[0].model, distributed_config)
-    if factors:
-        add_lora(model, ["query", "value"] if kind.startswith("lora") else TARGETS)
-        split_adapters(model, backbone, backbone._mesh_manager.get_mesh("tp"))
-        model.to(dtype)
-        for name, factor in factors.items():
-            put(model.get_parameter(name), factor)
+    """The model with its backbone split, with the same weights."""
+    model = build_model(kind, dtype=dtype).to(dtype)
+    model[0].model = split(model[0].model, distributed_config)
     return model
 
 
@@ -617,7 +599,7 @@ def names_of_all(of_step: dict) -> set[str]:
 def runs_here(case: Case, is_fsdp: bool) -> bool:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if launched.mesh_size("tp") > 1:
-        is_split = case.model.partition(":")[0] in DECODERS or case.name in SPLIT_ENCODERS
+        is_split = case.model.partition(":")[0] in DECODERS and "lora" not in case.model
         return is_split and (num_groups() in case.worlds or not case.worlds)
     if is_fsdp and world > 2:
         return case.name in HSDP_CASES

@@ -33,10 +33,8 @@ COLUMNS = {  # what is trained -> case of exactness_worker.py, of deepspeed_work
         "frozen backbone, encoded once", "frozen backbone", "decoder, frozen, trained projection"
     ),
     "cache, frozen tower": ("frozen tower, encoded once", "frozen tower", None),
-    "cache, LoRA": ("LoRA", "LoRA", "decoder, LoRA"),
-    "cache, LoRA and projection": (
-        "LoRA and a trained projection", "LoRA and projection", "LoRA and a trained projection"
-    ),
+    "cache, LoRA": ("LoRA", "LoRA", None),
+    "cache, LoRA and projection": ("LoRA and a trained projection", "LoRA and projection", None),
 }  # fmt: skip
 STRATEGIES = {  # preset, processes, arguments over every case's own
     "one process": ("python", 1, {}),

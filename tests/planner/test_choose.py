@@ -221,7 +221,9 @@ def test_frozen_weights_take_what_training_loads_them_in(make_run):
         work = workload(make_run(None, model_name_or_path="model", bf16=half, use_lora=True))
         of_base = {one.item for name, one in work.parameters().items() if ".lora_" not in name}
         assert of_base == {item} and model_of(work).whole.trained_stored == 4 * model_of(work).whole.trained
-        assert {one.item for one in work.parameters(2).values()} == {4}  # split while it is loaded: float32
+    Path("model", "config.json").write_text(json.dumps({**DECODER, "dtype": "bfloat16"}), encoding="utf-8")
+    run = make_run(None, model_name_or_path="model", bf16=True, later={"trainable_modules": ["layers.1"]})
+    assert {one.item for one in workload(run).parameters(2).values()} == {4}  # split while it is loaded: float32
 
 
 def test_a_base_in_4_bits_is_counted_as_it_is_stored_and_never_sharded(make_run):

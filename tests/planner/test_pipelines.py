@@ -172,6 +172,7 @@ def test_a_run_that_asks_for_a_pipeline_gets_it_judged(make_run):  # noqa: F811
     [
         ({"model_type": "distilbert"}, {}, "can not be made of distilbert"),
         (DECODER, {"fp16": True, "bf16": False}, "does not go with fp16"),
+        (DECODER, {"sharding": "FULL_SHARD"}, "does not go with sharding"),
         (DECODER, {"pipeline_parallel_size": 3}, r"pipelines of 3 can not be made of 8 device\(s\); --num_devices"),
         (DECODER, {"pipeline_split": [28]}, r"28 layers cut at \[28\] \(pipeline_split\) do not make 2 stages"),
         (DECODER, {"pipeline_split": [7, 14]}, r"pipeline_split=\[7, 14\] has 2 numbers, 2 stages need 1"),
@@ -224,6 +225,8 @@ def test_layers_split_inside_a_machine_and_stages_over_it(make_run):  # noqa: F8
     words = 4 * 151936 * 2048
     assert split.gradients - words == pytest.approx((whole.gradients - words) / 4, rel=0.01)  # words are whole
     assert {one.pipeline.parts for one in pipelines.candidates(work, hardware)} == {1, 2, 4, 8}
+    lora = workload(make_run(DECODER, **LARGE, pipeline_parallel_size=2, later={"use_lora": True}))
+    assert {one.pipeline.parts for one in pipelines.candidates(lora, hardware)} == {1}
     sent = pipelines.traffic(Case(work, four, hardware))
     assert sent.collectives["all_reduce"] > 100
 

@@ -13,7 +13,7 @@ from hf_dist_ext import failures
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.folder import check_output_dir, checkpoint_to_resume, missing_from_checkpoint
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run import config, fields, help, read, rules
+from hf_dist_ext.run import config, fields, help, other_names, rules
 from hf_dist_ext.run.read import load_run
 
 MINIMAL = {"dataset_name": "code-search", "model_config": {"model_type": "bert"}}
@@ -183,7 +183,7 @@ def test_wrong_values_are_refused_with_the_remedy(load, monkeypatch, keys, words
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--sede", "1"], ["sede", "the command line", '"seed"']),
+        (["--seeed", "1"], ["seeed", "the command line", '"seed"']),
         (["--seed"], ["--seed", "value is missing", "int"]),
         (["--seed", "1", "2"], ["a list", "int"]),
         (["--seed", "x"], ['"x"', "int"]),
@@ -458,26 +458,17 @@ def test_loading_a_run_imports_neither_torch_nor_transformers(tmp_path):
 
 
 def test_yaml_is_read_as_json_is(tmp_path, monkeypatch):
-    """`no` and `3e-3` are another value in YAML 1.1."""
+    """PyYAML alone takes 3e-3 for text and 2026-01-02 for a date. Bare words are YAML's: `no` is false."""
     monkeypatch.chdir(tmp_path)
     lines = ["# a comment", "_: another", "dataset_name: code-search", "model_config: {model_type: bert}"]
-    lines += ["learning_rate: 3e-3", "save_strategy: no", "eval_strategy: 'no'", "symmetric: true", "max_steps: 10"]
-    lines += [
-        "eval_split: null",
-        "matryoshka_dims:",
-        "  - 64",
-        "  - 32",
-        "temperature: .5",
-        "columns:",
-        "  query: on",
-        "  positive: b",
-    ]
+    lines += ["run_name: 2026-01-02", "learning_rate: 3e-3", "weight_decay: 1.5e-5", "temperature: .5"]
+    lines += ["save_strategy: 'no'", "symmetric: true", "max_steps: 10", "eval_split: null"]
+    lines += ["matryoshka_dims:", "  - 64", "  - 32"]
     Path("run.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
     values = {
-        "dataset_name": "code-search", "model_config": {"model_type": "bert"}, "learning_rate": 3e-3,
-        "save_strategy": "no", "eval_strategy": "no", "symmetric": True, "max_steps": 10, "eval_split": None,
-        "matryoshka_dims": [64, 32], "temperature": 0.5, "columns": {"query": "on", "positive": "b"},
-        "output_dir": "outputs/run",
+        "dataset_name": "code-search", "model_config": {"model_type": "bert"}, "run_name": "2026-01-02",
+        "learning_rate": 3e-3, "weight_decay": 1.5e-5, "temperature": 0.5, "save_strategy": "no", "symmetric": True,
+        "max_steps": 10, "eval_split": None, "matryoshka_dims": [64, 32], "output_dir": "outputs/run",
     }  # fmt: skip
     Path("run.json").write_text(json.dumps(values), encoding="utf-8")
     given = [load_run(["--config", name]).given for name in ("run.yaml", "run.json")]
@@ -489,8 +480,9 @@ def test_yaml_is_read_as_json_is(tmp_path, monkeypatch):
     ("seed: 1\nseed: 2", '"seed" twice'),
     ("columns: {query: a, query: b}", '"query" twice'),
     ("seed: [1\nb: 2", "not YAML: line 2, column 2"),
-    ("learning_rate: .nan", "holds .nan"),
-    ("learning_rate: 1e999", "holds 1e999"),
+    ("learning_rate: .nan", "must be a finite number"),
+    ("learning_rate: 1e999", "must be a finite number"),
+    ("save_strategy: no", 'save_strategy=false .* takes "no"'),
     ("seed: !!python/object/apply:os.getcwd []", "not YAML"),
     ("- seed", "holds a list"),
     ("3: 4", "holds the field 3"),
@@ -502,18 +494,32 @@ def test_what_is_wrong_in_yaml_is_one_error(tmp_path, text, words):
 
 
 @pytest.mark.parametrize("name, words", [
-    ("gas", 'Closest: "gradient_accumulation_steps"'),
     ("learnin_rate", 'Closest: "learning_rate"'),
     ("tau", "See --help for all fields"),  # like many names, and like none
 ])  # fmt: skip
-def test_an_unknown_name_is_answered_by_its_letters_or_its_spelling(load, name, words):
+def test_an_unknown_name_is_answered_by_its_spelling(load, name, words):
     assert words in error_of(load_run, ["--config", "run.json", f"--{name}", "1"])
 
 
-def test_fields_that_have_another_name_here_are_answered_by_what_to_write(load):
-    for name, answer in read.HINTS.items():
-        assert name not in config.fields_of_run_file(), f"{name} is a field: its answer is never given"
-        assert answer in error_of(load_run, ["--config", "run.json", f"--{name}", "1"])
+@pytest.mark.parametrize("name", other_names.ANSWERS)
+def test_a_name_of_other_projects_is_answered_by_what_to_write_here(load, name):
+    known, answer = config.fields_of_run_file(), other_names.ANSWERS[name]
+    assert name not in known, "it is a field: its answer is never given"
+    assert answer in error_of(load_run, ["--config", "run.json", f"--{name}", "a=b"])
+    assert answer in error_of(load, fsdp={"seed": 1, name: 2})
+    for field in re.findall(r'"(\w+)":|Use (\w+)|(?<![-"])\b([a-z]+_[a-z_]+)\b(?!")', answer):
+        assert "".join(field) in known, field
+    values = {}
+    for written in re.findall(r'"\w+": (?:"[^"]*"|\[[^]]*\]|true|\d+(?:\.\d+)?)', answer):
+        values |= json.loads("{" + written + "}")
+    load(**values | ({"bf16": False} if "fp16" in values else {}))  # what it says to write is accepted
+
+
+def test_names_that_are_like_no_field_or_like_a_wrong_one_have_answers():
+    names = "use_gradient_cache use_fsdp loss_type precision gradient_clip save_top_k strategy sharding_strategy "
+    names += "fsdp_sharding_strategy checkpoint_dir freeze_vision freeze_gemma_language num_gpus num_nodes max_epochs "
+    names += "total_steps tp_size pp_size zero_stage world_size use_flash_attention config_override"
+    assert not {*names.split()} - {*other_names.ANSWERS}
 
 
 @pytest.mark.parametrize("block", ["training", "fsdp", "optimizer"])

@@ -1,7 +1,6 @@
 """The entries of `evaluations` in a run file: strict, as the file itself, and each field documented."""
 
 import dataclasses
-import importlib.util
 import json
 
 import pytest
@@ -16,23 +15,17 @@ MODEL = {"model_config": {"model_type": "bert"}, "dataset_name": "code-search"}
 
 @pytest.mark.parametrize("entry, words", [
     ({"path": "a/b"}, r"evaluations\[1\] has type=null. Types: retrieval"),
-    ({"type": "mteb", "path": "a/b"}, "has no task. Give its name in MTEB"),
-    ({"type": "mteb", "path": "a/b", "task": "NFCorpus", "dims": [8]}, 'type "mteb" .* reads no dims'),
     ({"type": "retrieval"}, "has no path"),
     ({"type": "retrieval", "path": "./nowhere"}, 'path="./nowhere": there is no such file or folder'),
     ({"type": "retrieval", "path": "a/b", "ndcg_at": [1]}, 'has no field "ndcg_at". Closest: "ndcg_at_k"'),
     ({"type": "retrieval", "path": "a/b", "ndcg_at_k": 10}, "ndcg_at_k=10 in .* is an int; it takes a list of int"),
     ({"type": "retrieval", "path": "a/b", "mrr_at_k": [0]}, r"mrr_at_k=\[0\] must be at least 1"),
     ({"type": "retrieval", "path": "a/b", "mrr_at_k": []}, r"mrr_at_k=\[\] must not be empty"),
-    ({"type": "retrieval", "path": "a/b", "dims": [8, 8]}, r"dims=\[8, 8\] names one twice"),
-    ({"type": "retrieval", "path": "a/b", "precisions": ["int4"]}, 'it takes a list of "int8" or "binary"'),
-    ({"type": "retrieval", "path": "a/b", "similarity_fn_names": ["euclidean"]}, 'type "retrieval" takes cosine, dot'),
+    ({"type": "retrieval", "path": "a/b", "mrr_at_k": [8, 8]}, r"mrr_at_k=\[8, 8\] names one twice"),
+    ({"type": "retrieval", "path": "a/b", "truncate_dim": 0}, "truncate_dim=0 must be at least 1"),
     ({"type": "retrieval", "path": "a/b", "name": "a b"}, 'has name="a b". Give it a name of letters'),
     ({"type": "sts", "path": "a/b", "columns": {"text": "x"}}, 'columns has "text"; type "sts" reads sentence1, sent'),
-    ({"type": "reranking", "path": "a/b", "similarity_fn_names": ["cosine", "dot"]}, "compares in one way"),
     ({"type": "triplet", "path": "a/b", "margin": -0.5}, "margin=-0.5 must be at least 0"),
-    ({"type": "reranking", "path": "a/b", "precisions": ["int8"]}, 'takes no precisions: .* Remove precisions; "sts"'),
-    ({"type": "nanobeir", "name": "nano"}, "takes no name: its figures have the names of the data sets"),
     ({"type": "retrieval", "path": "other/first"}, r'is called "first", and so is evaluations\[0\]'),
 ])  # fmt: skip
 def test_an_entry_that_cannot_be_is_refused(entry, words, tmp_path):
@@ -63,19 +56,11 @@ def test_the_page_lists_every_field():
             assert f"`{field.name}`" in page, field.name
 
 
-def test_a_task_of_mteb_is_refused_where_mteb_is_not_installed(monkeypatch):
-    find = importlib.util.find_spec
-    missing = {"mteb": lambda *more: None}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: missing.get(name, find)(name, *more))
-    with pytest.raises(UsageError, match="needs the package mteb, which is not installed.*retrieval"):
-        parse_evaluations([{"type": "mteb", "task": "NFCorpus", "path": "a/b"}])
-
-
 def test_an_evaluation_is_not_called_as_a_dataset_is(tmp_path):
     """Both would log eval_msmarco_mrr@10, where rows of the dataset are held out."""
     fields = {name: value for name, value in MODEL.items() if name != "dataset_name"}
     dataset = {"dataset_name": "a/b", "name": "msmarco"}
-    fields |= {"evaluations": [{"type": "reranking", "path": "c/d", "name": "msmarco"}]}
+    fields |= {"evaluations": [{"type": "triplet", "path": "c/d", "name": "msmarco"}]}
     (tmp_path / "run.json").write_text(json.dumps(fields | {"datasets": [dataset | {"eval_holdout": 10}]}))
     with pytest.raises(UsageError, match='both have the name "msmarco"'):
         load_run(["--config", str(tmp_path / "run.json")])

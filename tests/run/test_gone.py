@@ -27,9 +27,9 @@ def test_a_field_that_is_gone_is_refused_with_what_to_do(name, tmp_path):
 
 @pytest.mark.parametrize("name, value", gone.VALUES)
 def test_a_value_that_is_gone_is_refused_with_what_to_do(name, value, tmp_path):
-    for words in (asked(tmp_path, **{name: value}), [*asked(tmp_path), f"--{name}", value]):
+    for in_file, flags in (({name: value}, []), ({}, [f"--{name}", value])):
         with pytest.raises(UsageError) as refusal:
-            load_run(words)
+            load_run([*asked(tmp_path, **in_file), *flags])
         assert str(refusal.value).endswith(gone.VALUES[name, value])
 
 
@@ -38,3 +38,11 @@ def test_a_command_that_is_gone_is_refused_with_what_to_do(name, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([name, "--model", "folder"])
     assert end.value.code == 2 and capsys.readouterr().err.rstrip().endswith(gone.COMMANDS[name])
+
+
+@pytest.mark.parametrize("name", gone.EVALUATIONS)
+def test_an_evaluation_that_is_gone_is_refused_with_what_to_do(name, tmp_path):
+    for entry in ({"type": name, "path": "a/b"}, {"type": "retrieval", "path": "a/b", name: 8}):
+        with pytest.raises(UsageError) as refusal:
+            load_run(asked(tmp_path, evaluations=[entry]))
+        assert str(refusal.value).endswith(gone.EVALUATIONS[name])

@@ -7,7 +7,7 @@ import pytest
 from accelerate import ParallelismConfig
 from sentence_transformers import SentenceTransformer
 from torch import nn
-from transformers import BertConfig, DistilBertConfig, LlamaConfig, LlamaModel, MixtralConfig, ModernBertConfig
+from transformers import BertConfig, LlamaConfig, LlamaModel, MixtralConfig
 from transformers.distributed import DistributedConfig
 
 from hf_dist_ext.engine.losses import InfoNCELoss
@@ -80,10 +80,8 @@ def test_other_splits_are_refused(tmp_path, by_init, sizes, is_inside, words):
 @pytest.mark.parametrize(
     ("config", "size", "words"),
     [
-        (DistilBertConfig(), 2, 'no tensor-parallel plan for "distilbert"'),
-        (BertConfig(num_attention_heads=12), 8, "num_attention_heads=12.*groups of 8"),
-        (ModernBertConfig(mlp_bias=True), 2, 'mlp_bias=true of "modernbert".*fused matrices'),
-        (ModernBertConfig(intermediate_size=1153), 2, "intermediate_size=1153.*parts of equal size"),
+        (BertConfig(), 2, 'no tensor-parallel plan for "bert"'),
+        (LlamaConfig(num_attention_heads=8), 16, "num_attention_heads=8.*groups of 16"),
         (LlamaConfig(num_attention_heads=8, num_key_value_heads=2), 4, "num_key_value_heads=2.*groups of 4"),
         (MixtralConfig(), 2, "was not measured to be exact"),
     ],

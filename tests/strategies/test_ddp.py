@@ -77,7 +77,7 @@ def test_what_only_ddp_reads_is_refused_where_another_strategy_runs(field, value
 @pytest.mark.parametrize("hook", ["power_sgd", "top_k", "random_k"])
 def test_what_was_not_sent_is_not_added_to_a_gradient_of_another_loss_scale(hook, tmp_path, monkeypatch):
     args = arguments(tmp_path, ddp_comm_hook=hook)
-    monkeypatch.setattr(ddp, "_refuse_without_ddp", lambda *given: None)
+    monkeypatch.setattr(ddp, "_kind", lambda args: "MULTI_GPU")
     ddp.options(args, [DistributedDataParallelKwargs()], has_loss=True)
     args.fp16 = True
     with pytest.raises(UsageError, match="another loss scale"):
@@ -95,7 +95,7 @@ def test_a_gather_that_sends_more_than_a_reduction_is_said_at_the_start(
 ):
     said = []
     monkeypatch.setattr(ddp.logger, "warning", said.append)
-    monkeypatch.setattr(ddp, "_refuse_without_ddp", lambda *given: None)
+    monkeypatch.setattr(ddp, "_kind", lambda args: "MULTI_GPU")
     monkeypatch.setattr(DistTrainingArguments, "world_size", processes)
     args = arguments(tmp_path, ddp_comm_hook=hook, ddp_compression_ratio=ratio)
     ddp.options(args, [DistributedDataParallelKwargs()], has_loss=True)

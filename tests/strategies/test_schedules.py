@@ -7,13 +7,13 @@ import pytest
 
 from hf_dist_ext import policy
 from hf_dist_ext.strategies.pipeline import schedules
-from hf_dist_ext.strategies.pipeline.schedules import SCHEDULES, Action
+from hf_dist_ext.strategies.pipeline.schedules import SCHEDULES
 
 SHAPES = [
     (name, ranks, per_rank)
     for name in SCHEDULES
     for ranks in (2, 3, 4)
-    for per_rank in ([policy.FIXED_STAGES_PER_RANK[name]] if name in policy.FIXED_STAGES_PER_RANK else [1, 2, 3])
+    for per_rank in ([1] if name in policy.ONE_STAGE_PER_RANK else [1, 2, 3])
 ]
 BACKWARDS = (schedules.BACKWARD, schedules.WEIGHT_BACKWARD)
 OPPOSITE = {schedules.RECEIVE_FORWARD: schedules.SEND_FORWARD, schedules.RECEIVE_BACKWARD: schedules.SEND_BACKWARD}
@@ -21,14 +21,12 @@ OPPOSITE = {schedules.RECEIVE_FORWARD: schedules.SEND_FORWARD, schedules.RECEIVE
 
 @pytest.mark.parametrize(("name", "ranks", "per_rank"), SHAPES)
 def test_every_stage_runs_every_chunk_once_each_way(name, ranks, per_rank):
-    places = policy.rank_of_stage(name, ranks, per_rank)
     for needed in (1, 2, 5, 7, 12):
         chunks = policy.dealt_chunks(name, ranks, needed)
         assert needed <= chunks < needed + ranks
         for rank, forward_only in itertools.product(range(ranks), (False, True)):
             found = schedules.actions(name, ranks, per_rank, chunks, rank, forward_only)
-            own = [stage for stage, place in enumerate(places) if place == rank]
-            everything = sorted(itertools.product(own, range(chunks)))
+            everything = sorted(itertools.product(policy.stages_of_rank(rank, ranks, per_rank), range(chunks)))
             assert sorted(action[1:] for action in found if action.kind == schedules.FORWARD) == everything
             backwards = sorted(action[1:] for action in found if action.kind in BACKWARDS)
             assert backwards == ([] if forward_only else everything)
@@ -37,18 +35,17 @@ def test_every_stage_runs_every_chunk_once_each_way(name, ranks, per_rank):
 @pytest.mark.parametrize(("name", "ranks", "per_rank"), SHAPES)
 def test_messages_leave_in_the_order_in_which_they_are_expected(name, ranks, per_rank):
     """Without this, two ranks would wait for each other, or one would take another chunk's tensor."""
-    places = policy.rank_of_stage(name, ranks, per_rank)
     chunks = policy.dealt_chunks(name, ranks, 7)
     of_ranks = [schedules.actions(name, ranks, per_rank, chunks, rank) for rank in range(ranks)]
     for one, other in itertools.permutations(range(ranks), 2):
         sent, expected = [], []
         for action in of_ranks[one]:
             to = action.stage + (1 if action.kind == schedules.SEND_FORWARD else -1)
-            if action.kind in OPPOSITE.values() and places[to] == other:
+            if action.kind in OPPOSITE.values() and to % ranks == other:
                 sent.append((action.kind, to, action.chunk))
         for action in of_ranks[other]:
             source = action.stage + (-1 if action.kind == schedules.RECEIVE_FORWARD else 1)
-            if action.kind in OPPOSITE and places[source] == one:
+            if action.kind in OPPOSITE and source % ranks == one:
                 expected.append((OPPOSITE[action.kind], action.stage, action.chunk))
         assert sent == expected
 
@@ -60,7 +57,6 @@ def test_messages_leave_in_the_order_in_which_they_are_expected(name, ranks, per
         ("1f1b", 1, [4, 3, 2, 1]),  # as many as stages follow, and itself
         ("interleaved_1f1b", 2, [11, 9, 7, 5]),  # (V - 1) P + 2 (P - 1 - rank) + 1, of a stage each
         ("zero_bubble", 1, [4, 4, 4, 4]),
-        ("zero_bubble_v", 2, [8, 8, 8, 8]),  # 2 P, of a stage each
     ],
 )
 def test_so_many_chunks_are_under_way(name, per_rank, expected):
@@ -108,14 +104,11 @@ def test_what_ranks_wait_is_what_an_order_makes_them_wait(name, ranks, per_rank)
         work = per_rank * chunks
         expected = 1 - 4 * work / (first + training)
         assert policy.idle_share(name, ranks, per_rank, chunks) == pytest.approx(expected)
-        alone = policy.idle_share(name, ranks, per_rank, chunks, has_first_pass=False)
-        assert alone == pytest.approx(1 - 3 * work / training)
 
 
 def length_in_one_stream(name, ranks, per_rank, chunks, forward_only):
     """The same on NCCL: all messages of a rank go through one stream in order, begin when both ranks have come to
     them, and take no time. Work waits for what it reads, and for messages that left long ago."""
-    places = policy.rank_of_stage(name, ranks, per_rank)
     work, stream = [0] * ranks, [0] * ranks  # when each is free
     posted, done, sent = {}, {}, [{False: [], True: []} for _ in range(ranks)]
     left = [list(schedules.actions(name, ranks, per_rank, chunks, r, forward_only))[::-1] for r in range(ranks)]
@@ -129,8 +122,7 @@ def length_in_one_stream(name, ranks, per_rank, chunks, forward_only):
                 if kind in schedules.UNITS:
                     needed = [(is_back, stage, chunk)] if kind != schedules.WEIGHT_BACKWARD else []
                     source = stage + (1 if is_back else -1)
-                    is_own = not 0 <= source < len(places) or places[source] == rank
-                    needed = [] if is_own else needed
+                    needed = needed if 0 <= source < ranks * per_rank else []
                     for messages in sent[rank].values():
                         needed += messages[: max(0, len(messages) - policy.MESSAGES_ON_THE_WAY)]
                     if any(message not in done for message in needed):
@@ -169,13 +161,4 @@ def test_so_much_of_the_time_is_waited(ranks, chunks):
     share = {name: policy.idle_share(name, ranks, policy.stages_per_rank(name, None), chunks) for name in SCHEDULES}
     formula = (ranks - 1) / (chunks + ranks - 1)
     assert share["gpipe"] == pytest.approx(formula) and share["1f1b"] == pytest.approx(formula)
-    assert share["looped_bfs"] == pytest.approx((ranks - 1) / (2 * chunks + ranks - 1))
     assert 0 < share["zero_bubble"] < share["interleaved_1f1b"] < share["1f1b"]
-    assert 0 < share["zero_bubble_v"] < share["1f1b"]
-
-
-def test_a_v_ends_where_it_begins():
-    assert policy.rank_of_stage("zero_bubble_v", 3, 2) == [0, 1, 2, 2, 1, 0]
-    assert policy.rank_of_stage("interleaved_1f1b", 3, 2) == [0, 1, 2, 0, 1, 2]
-    turning = schedules.actions("zero_bubble_v", 3, 2, 6, rank=2)
-    assert Action(schedules.SEND_FORWARD, 2, 0) not in turning  # the next stage is its own

@@ -42,7 +42,7 @@ def through(cuts: list[stages.StagedModel], features: dict[str, torch.Tensor]) -
 @pytest.mark.parametrize("name", sorted(stages.DECODERS | stages.ENCODERS.keys()))
 @pytest.mark.parametrize("owned", [[[0], [1], [2]], [[0, 2], [1]]])
 def test_stage_after_stage_is_the_whole_model(name, owned):
-    firsts = stages.firsts_of(build(name), range(3), None)
+    firsts = stages.firsts_of(build(name), 3, None)
     assert firsts == [0, 1, 3]
     with torch.no_grad():
         whole = embed(build(name), **rows())
@@ -51,33 +51,22 @@ def test_stage_after_stage_is_the_whole_model(name, owned):
 
 
 @pytest.mark.parametrize(
-    ("shape", "places", "sharding", "words"),
+    ("shape", "per_rank", "words"),
     [
-        (
-            (2, 2, 1),
-            [0, 1],
-            None,
-            "2 of 2 processes; layers per process: 2, 3; stages per process: 1; schedule 1f1b; copies a",
-        ),
-        (
-            (1, 2, 1),
-            [0, 1, 0, 1],
-            None,
-            "1 of 2 processes; layers per process: 2, 3; stages per process: 2; schedule 1f1b; there",
-        ),
+        ((2, 2, 1), 1, "2 of 2 processes; layers per process: 2, 3; stages per process: 1; schedule 1f1b; copies a"),
+        ((1, 2, 1), 2, "1 of 2 processes; layers per process: 2, 3; stages per process: 2; schedule 1f1b; there"),
         (
             (3, 2, 4),
-            [0, 1],
-            "FULL_SHARD",
-            "3 of 2 groups of 4 processes; layers per group: 2, 3; stages per group: 1; schedule 1f1b; copies sh",
+            1,
+            "3 of 2 groups of 4 processes; layers per group: 2, 3; stages per group: 1; schedule 1f1b; copies",
         ),
     ],
 )
-def test_a_run_says_what_its_pipelines_are(shape, places, sharding, words):
+def test_a_run_says_what_its_pipelines_are(shape, per_rank, words):
     pipeline, model = Pipeline.__new__(Pipeline), build("qwen3")
-    pipeline.shape, pipeline.schedule, pipeline.per_rank = Shape(*shape), "1f1b", len(places) // 2
-    pipeline.cut, pipeline.sharded = stages.StagedModel(model, [0], stages.firsts_of(model, places, None)), sharding
-    said = pipeline._in_words(places, sharding)
+    pipeline.shape, pipeline.schedule, pipeline.per_rank = Shape(*shape), "1f1b", per_rank
+    pipeline.cut = stages.StagedModel(model, [0], stages.firsts_of(model, 2 * per_rank, None))
+    said = pipeline._in_words()
     assert said.startswith("pipelines: ") and words in said
 
 
@@ -112,10 +101,10 @@ def test_weights_are_read_stage_by_stage(name, tmp_path, monkeypatch):
     cuts = []
     for own in ([0], [1]):
         never_had_memory.clear()
-        model = loaded(tmp_path, in_stages=lambda kind, own=own: stages.staged(kind, own, range(2), None))
+        model = loaded(tmp_path, in_stages=lambda kind, own=own: stages.staged(kind, own, 2, None))
         read = sum(p.numel() for p in model[0].parameters() if p.device.type != "meta")
         assert never_had_memory and all(never_had_memory)
-        cuts.append(stages.StagedModel(model, own, stages.firsts_of(model, range(2), None)))
+        cuts.append(stages.StagedModel(model, own, stages.firsts_of(model, 2, None)))
         assert read == sum(p.numel() for p in model[0].parameters())
     assert type(cuts[0].base.transformers_model) is type(whole.transformers_model)
     with torch.no_grad():
@@ -135,30 +124,21 @@ def test_adapters_lie_where_their_layers_are():
 
 
 @pytest.mark.parametrize(
-    ("layers", "places", "head", "expected"),
+    ("layers", "num_stages", "expected"),
     [
-        (12, range(4), 0, [3, 3, 3, 3]),
-        (14, range(4), 0, [3, 3, 4, 4]),  # the first ranks hold more chunks
-        (28, range(4), 9.9, [9, 9, 9, 1]),  # Qwen3 0.6B, whose vocabulary is 9.9 layers' work
-        (32, range(4), 2.4, [8, 9, 9, 6]),  # Llama 3 8B
-        (28, [0, 1, 2, 3] * 2, 9.9, [4, 4, 4, 1, 4, 5, 5, 1]),  # a rank's stages together
-        (12, [0, 1, 1, 0], 2, [3, 3, 4, 2]),  # a V
+        (12, 4, [3, 3, 3, 3]),
+        (14, 4, [3, 3, 4, 4]),  # the first ranks hold more chunks
+        (29, 8, [3, 3, 3, 4, 4, 4, 4, 4]),
     ],
 )
-def test_all_ranks_have_about_the_same_work(layers, places, head, expected):
-    counts = policy.layers_of_stages(layers, places, head)
-    assert counts == expected and sum(counts) == layers
-    ends = [head if stage == len(places) - 1 else 0 for stage in range(len(places))]
-    work = [0.0] * (max(places) + 1)
-    for place, count, end in zip(places, counts, ends, strict=True):
-        work[place] += count + end
-    assert max(work) <= max(1 + places.count(max(places)) + head, (layers + head) / len(work) + 1)
+def test_all_stages_have_about_the_same_work(layers, num_stages, expected):
+    assert policy.layers_of_stages(layers, num_stages) == expected
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"places": range(6)}, "5 layers do not make 6 stages"),
+        ({"num_stages": 6}, "5 layers do not make 6 stages"),
         ({"split": [1, 2]}, "2 numbers; 2 stages need 1"),
         ({"split": [5]}, r"5 layers cut at \[5\]"),
         ({"split": [0]}, r"5 layers cut at \[0\]"),
@@ -166,8 +146,8 @@ def test_all_ranks_have_about_the_same_work(layers, places, head, expected):
 )
 def test_a_split_leaves_no_stage_empty(options, words):
     with pytest.raises(UsageError, match=words):
-        stages.first_layers(LAYERS, **({"places": range(2)} | options))
-    assert stages.first_layers(LAYERS, range(2), [4]) == [0, 4]
+        stages.first_layers(LAYERS, **({"num_stages": 2} | options))
+    assert stages.first_layers(LAYERS, 2, [4]) == [0, 4]
 
 
 @pytest.mark.parametrize("name", ["distilbert", "mpnet", "deberta-v2"])

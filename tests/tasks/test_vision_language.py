@@ -279,8 +279,8 @@ def test_rows_that_share_a_picture_are_held_out_together(run_file, tmp_path):
 
 @pytest.mark.parametrize("changes, words", [
     ({"columns": {"query": {"text": "question", "sound": "photo"}, "positive": "answer"}}, "It takes {\"text\""),
-    ({"columns": {"query": {"text": "question", "image": "foto"}, "positive": "answer"}},
-     'has no column "foto". .* Closest: "photo"'),
+    ({"columns": {"query": {"text": "question", "image": "fhoto"}, "positive": "answer"}},
+     'has no column "fhoto". .* Closest: "photo"'),
     ({"processing_kwargs": {"images": {}}}, 'processing_kwargs has no "images"'),
     ({"processing_kwargs": {"video": {}}}, 'processing_kwargs has "video", and rows hold texts and pictures alone'),
 ])  # fmt: skip

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from transformers import Trainer
 
-from hf_dist_ext.run import versions
-from hf_dist_ext.training import checks
 from hf_dist_ext.training.trainer import DistTrainer
 
 ROOT = Path(__file__).parents[2]
@@ -91,26 +89,3 @@ def test_every_private_name_of_trainer_that_is_used_is_listed():
     source = Path(inspect.getfile(DistTrainer)).read_text(encoding="utf-8")
     used = {name for name in private if re.search(rf"\b(self|super\(\))\.{name}\b", source)}
     assert used <= set(HOOKS) | set(CALLED)
-
-
-def test_the_newest_tested_releases_are_those_of_the_constraints():
-    """transformers for Python 3.10 has a line of its own there, and is older."""
-    pinned = dict(re.findall(r"^([\w-]+)==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[::-1])
-    assert versions.NEWEST_TESTED == {package: pinned[package] for package in versions.NEWEST_TESTED}
-
-
-NEWER = [("5.23.9", False), ("5.9.0", False), ("5.24.0.dev0", True), ("6.0", True)]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("installed, is_newer", NEWER)
-def test_a_newer_release_is_named_by_one_process(monkeypatch, caplog, installed, is_newer, rank):
-    found = {"transformers": installed, "accelerate": "1.15.1"}
-    monkeypatch.setattr(versions.importlib.metadata, "version", found.__getitem__)
-    monkeypatch.setattr(checks.launched, "rank", lambda: rank)
-    monkeypatch.setattr(checks.logger, "warning_once", checks.logger.warning)
-    monkeypatch.setattr(checks.logger, "propagate", True)
-    monkeypatch.setattr(checks.logging.get_logger("transformers"), "propagate", True)
-    checks.warn_of_untested_versions()
-    told = [message.split(" is newer")[0] for message in caplog.messages]
-    assert told == [f"transformers {installed}"] * (is_newer and rank == 0)

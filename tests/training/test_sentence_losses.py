@@ -673,7 +673,7 @@ PAIRS = {"columns": {"query": "question", "positive": "answer"}, "learnable_temp
      "around EmbedDistillLoss with a layer of one width"),
     ({"loss": None, "label_column": "question"}, "needs a loss over embeddings"),
     ({"loss": "CoSENTLoss"}, "CoSENTLoss needs a label of every row .* has no column called label or labels"),
-    ({"loss": "CoSENTLoss", "label_column": "quest"}, 'has no column "quest". .* Closest: "question"'),
+    ({"loss": "CoSENTLoss", "label_column": "questions"}, 'has no column "questions". .* Closest: "question"'),
     ({"loss": "CoSENTLoss", "label_column": "wrong"}, "holds List; a label must be a number"),
     ({"loss": "TripletLoss", "loss_options": {"margin": 2}}, "TripletLoss has no option margin"),
 ])  # fmt: skip

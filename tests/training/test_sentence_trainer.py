@@ -252,15 +252,13 @@ def test_compute_metrics_of_the_user_gets_the_embeddings_of_a_single_column(tmp_
     torch.testing.assert_close(torch.from_numpy(seen[0].predictions), torch.from_numpy(model.encode(rows["text"])))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_short_batch_of_a_stream_counts_as_many_rows_as_it_has(tmp_path, model, workers):
-    more = {"per_device_eval_batch_size": 4, "dataloader_num_workers": workers}
+def test_a_short_batch_of_a_stream_counts_as_many_rows_as_it_has(tmp_path, model):
+    more = {"per_device_eval_batch_size": 4}
     made = trainer(tmp_path, model, loss=losses.MultipleNegativesRankingLoss, train=pairs(8), **more)
     rows = pairs(13).remove_columns("score")
-    parts = [rows] if not workers else [rows.select(range(7)), rows.select(range(7, 13))]
-    of_batches = [one.select(range(i, min(i + 4, len(one)))) for one in parts for i in range(0, len(one), 4)]
+    of_batches = [rows.select(range(i, min(i + 4, 13))) for i in range(0, 13, 4)]
     expected = sum(len(one) * made.evaluate(one)["eval_loss"] for one in of_batches) / 13
-    stream = rows.to_iterable_dataset(num_shards=len(parts))
+    stream = rows.to_iterable_dataset(num_shards=2)
     assert made.evaluate(stream)["eval_loss"] == pytest.approx(expected, rel=1e-6)
     assert made.evaluate({"x": stream})["eval_x_loss"] == pytest.approx(expected, rel=1e-6)
     anchors, positives = made.predict(stream).predictions

@@ -53,9 +53,9 @@ class RetrievalMetrics(evaluate.Metric):
         }
 
 
-def mean(of_query, queries, k: int, *others) -> float:
-    """Of a figure below, over the ranks of each query; `others` hold what else it takes of each query."""
-    return float(np.mean([of_query(ranks, k, *more) for ranks, *more in zip(queries, *others)]))  # noqa: B905
+def mean(of_query, queries, k: int) -> float:
+    """Of a figure below, over the ranks of each query."""
+    return float(np.mean([of_query(ranks, k) for ranks in queries]))
 
 
 # ---- of one query; `ranks` (R,): those of its right documents ----
@@ -66,29 +66,11 @@ def reciprocal_rank(ranks: np.ndarray, k: int) -> float:
     return (best < k) / (best + 1.0)
 
 
-def ndcg(ranks: np.ndarray, k: int, gains: np.ndarray | None = None) -> float:
-    """`gains` (R,): what each document is worth; None: all the same (Jarvelin and Kekalainen 2002, with linear gains,
-    as trec_eval)."""
-    gains = np.ones(len(ranks)) if gains is None else gains
-    is_found = ranks < k
-    ideal = np.sort(gains)[::-1][:k]
-    most = (ideal / np.log2(np.arange(len(ideal)) + 2.0)).sum()
-    return (gains[is_found] / np.log2(ranks[is_found] + 2.0)).sum() / (most or 1.0)
+def ndcg(ranks: np.ndarray, k: int) -> float:
+    """All right documents are worth the same (Jarvelin and Kekalainen 2002)."""
+    most = (1 / np.log2(np.arange(min(len(ranks), k)) + 2.0)).sum()
+    return (1 / np.log2(ranks[ranks < k] + 2.0)).sum() / (most or 1.0)
 
 
 def accuracy(ranks: np.ndarray, k: int) -> float:
     return float((ranks < k).any())
-
-
-def precision(ranks: np.ndarray, k: int) -> float:
-    return (ranks < k).sum() / k
-
-
-def recall(ranks: np.ndarray, k: int) -> float:
-    return (ranks < k).mean()
-
-
-def average_precision(ranks: np.ndarray, k: int) -> float:
-    """The mean of the precision at every right document below k, over as many as could be there."""
-    found = np.sort(ranks[ranks < k])
-    return ((np.arange(len(found)) + 1) / (found + 1)).sum() / min(k, len(ranks))

@@ -1,7 +1,5 @@
 """Pipelines: each process has some of a model's layers.
 
 `strategy.py` is the strategy, `options.py` says what can run as a pipeline, `stages.py` cuts a model, `schedules.py`
-says which rank works on what when, `passes.py` takes the chunks of a step through the stages, and `sharded_stages.py`
-shards a rank's stages over copies of the pipeline. `own_loss.py` and `own_loss_stages.py` do the same for a causal
-language model that is trained with its own loss.
+says which rank works on what when, and `passes.py` takes the chunks of a step through the stages.
 """

@@ -13,7 +13,6 @@ from torch import nn
 from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import mesh
-from hf_dist_ext.strategies.pipeline import sharded_stages
 
 # What transformers calls the options of activation checkpointing, today and before 5.23.
 CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
@@ -38,11 +37,10 @@ def check(args: Any) -> None:
             name, value = next(iter(given.items()))
             raise UsageError(f"{name}={value!r} is of a pipeline. Set pipeline_parallel_size, or remove {name}.")
         return
-    fixed, per_rank = policy.FIXED_STAGES_PER_RANK.get(schedule_of(args)), args.pipeline_stages_per_rank
-    if per_rank is not None and (per_rank < 1 or per_rank != (fixed or per_rank)):
-        raise UsageError(
-            f"pipeline_stages_per_rank={per_rank}: {schedule_of(args)} has {fixed or 'at least 1'} per process."
-        )
+    schedule, per_rank = schedule_of(args), args.pipeline_stages_per_rank
+    number = "1" if schedule in policy.ONE_STAGE_PER_RANK else "at least 1"
+    if per_rank is not None and (per_rank < 1 or (per_rank > 1 and number == "1")):
+        raise UsageError(f"pipeline_stages_per_rank={per_rank}: {schedule} has {number} per process.")
     shape = mesh.shape_of(args)
     if launched.processes() % shape.of_a_model:
         parts = "" if shape.parts == 1 else f" x {shape.parts} (parallelism_config_tp_size)"
@@ -50,7 +48,6 @@ def check(args: Any) -> None:
             f"{launched.processes()} processes do not make pipelines of {size(args)} (pipeline_parallel_size){parts}. "
             f"Start a multiple of {shape.of_a_model}."
         )
-    sharded_stages.check(args, shape, schedule_of(args))
     _check_rest(args)
 
 
@@ -62,11 +59,10 @@ def per_rank_of(args: Any) -> int:
     return policy.stages_per_rank(schedule_of(args), args.pipeline_stages_per_rank)
 
 
-def places_of(args: Any) -> tuple[list[int], list[int]]:
-    """The rank of every stage, and this rank's stages."""
-    places = policy.rank_of_stage(schedule_of(args), size(args), per_rank_of(args))
-    own = mesh.shape_of(args).place(launched.rank()).stages
-    return places, [stage for stage, rank in enumerate(places) if rank == own]
+def stages_of(args: Any) -> tuple[list[int], int]:
+    """This rank's stages, and how many there are."""
+    rank = mesh.shape_of(args).place(launched.rank()).stages
+    return policy.stages_of_rank(rank, size(args), per_rank_of(args)), size(args) * per_rank_of(args)
 
 
 def _check_rest(args: Any) -> None:
@@ -97,7 +93,7 @@ def _check_rest(args: Any) -> None:
         "parallelism_config in the arguments": getattr(args, "parallelism_config", None) is not None,
     }
     refused |= (
-        {f"{name}={getattr(args, name)!r}": getattr(args, name) is not None for name in policy.FSDP_FIELDS[1:]}
+        {f"{name}={getattr(args, name)!r}": getattr(args, name) is not None for name in policy.FSDP_FIELDS}
         | {f"{name}={value!r}": bool(value) for name in policy.DDP_FIELDS for value in [getattr(args, name, None)]}
         | {
             f"{name}_size above 1 in the parallelism_config": launched.mesh_size(name) > 1

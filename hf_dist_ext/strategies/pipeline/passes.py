@@ -19,7 +19,7 @@ an earlier stage trains. Letters: b rows of a chunk, T its tokens, H hidden widt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -70,9 +70,8 @@ class Line:
         self.cut, self.schedule, self.per_rank = cut, schedule, per_rank
         self.group, self.device, self.precision = group, device, precision
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.places = policy.rank_of_stage(schedule, self.size, per_rank)
-        self.last = len(self.places) - 1
-        self.has_last = self.places[-1] == self.rank
+        self.last = self.size * per_rank - 1  # the number of the last stage, which the last rank has
+        self.has_last = self.rank == self.size - 1
         self.num_chunks = 0  # of the last pass, idle ones counted
         self.trains: list[bool] = []  # per stage
         self.widths: list[tuple[int, torch.dtype]] = []  # per stage but the last: H and dtype of what it gives
@@ -92,8 +91,8 @@ class Line:
         """Before the first chunk: which stages train, and what each gives to the next, from a forward of one row."""
         self.trains, self.widths = [], []
         features, state = first_row(chunk).features, RandomState()
-        for stage, rank in enumerate(self.places):
-            said = None
+        for stage in range(self.last + 1):
+            said, rank = None, stage % self.size
             if rank == self.rank:
                 trains = bool(self.cut.parameters(stage))
                 shape = None
@@ -150,7 +149,7 @@ class Line:
 
     def shared(self, embeddings: Embeddings) -> Embeddings:
         """The last stage's, on every rank."""
-        source = self.places[-1]
+        source = self.size - 1
         shapes = self.told({name: (rows.shape, rows.dtype) for name, rows in embeddings.items()}, source)
         for name, (shape, dtype) in shapes.items():
             rows = embeddings[name] if self.has_last else torch.empty(shape, dtype=dtype, device=self.device)
@@ -173,8 +172,7 @@ class Flow:
     """One run of a schedule on one rank: what arrives, what is held until its backward, what leaves.
 
     Args:
-        states: random states of the forwards, which a run without gradients fills and one with them replays; None:
-            neither.
+        states: random states of the forwards, which a run without gradients fills and one with them replays.
         gradients: of what the last stage gives, per chunk, on its rank; None: the run has no backwards.
         drawn: generators that are replayed.
     """
@@ -184,7 +182,7 @@ class Flow:
         line: Line,
         chunks: Sequence[Chunk],
         phase: PhaseContext,
-        states: dict[tuple[int, int], RandomState] | None,
+        states: dict[tuple[int, int], RandomState],
         gradients: Sequence[torch.Tensor] | None,
         drawn: Sequence[str] = (),
     ):
@@ -232,23 +230,18 @@ class Flow:
             if hidden is not None and line.sends_back(stage):
                 # A view: frozen layers keep no graph for a leaf, behind which there is nobody (frozen/run_mode.py).
                 given = hidden.requires_grad_().view_as(hidden)
-            random = nullcontext() if self.states is None else replayed(self.states[at], self.drawn)
+            random = replayed(self.states[at], self.drawn)
         else:
-            if self.states is not None:
-                self.states[at] = RandomState()
+            self.states[at] = RandomState()
             random = torch.no_grad()
-        with self.phase(Phase(KEEP if self.trains else ENCODE, chunk)), random:
-            output = self.output_of(stage, number, given)
+        with self.phase(Phase(KEEP if self.trains else ENCODE, chunk)), random, line.precision():
+            output = line.cut.run(stage, chunk.features, given)
         if self.trains:
             self.held[at] = hidden, output
         if stage == line.last:
             self.embeddings[number] = output.detach()
         else:
-            self.hand_on("forward", stage + 1, number, output.detach())
-
-    def output_of(self, stage: int, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        with self.line.precision():
-            return self.line.cut.run(stage, self.chunks[number].features, hidden)
+            self.leaving["forward", stage + 1, number] = output.detach().contiguous()
 
     def backward(self, stage: int, number: int) -> None:
         """Of input and weights together."""
@@ -282,29 +275,18 @@ class Flow:
             self.backward(stage, number)
 
     def gradient_of_output(self, stage: int, number: int) -> torch.Tensor | None:
-        if stage == self.line.last:
-            return self.gradient_at_end(number)
+        if stage == self.line.last:  # an idle chunk trains nothing
+            return self.cache[number] if number < len(self.cache) else torch.zeros_like(self.embeddings[number])
         self.await_("backward", stage, number)
         return self.gradients.pop((stage, number), None)
-
-    def gradient_at_end(self, number: int) -> torch.Tensor:
-        """Of what the last stage gave for a chunk; zeros for an idle one."""
-        return self.cache[number] if number < len(self.cache) else torch.zeros_like(self.embeddings[number])
 
     def give_back(self, stage: int, number: int, hidden: torch.Tensor | None) -> None:
         if hidden is None or not self.line.sends_back(stage):
             return
         gradient = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
-        self.hand_on("backward", stage - 1, number, gradient)
+        self.leaving["backward", stage - 1, number] = gradient.contiguous()
 
     # ---- messages ----
-
-    def hand_on(self, direction: str, to: int, number: int, tensor: torch.Tensor) -> None:
-        """To another stage of this rank, or for the message that comes next."""
-        if self.line.places[to] == self.line.rank:
-            self.box(direction)[to, number] = tensor
-        else:
-            self.leaving[direction, to, number] = tensor.contiguous()
 
     def box(self, direction: str) -> dict[tuple[int, int], torch.Tensor]:
         return self.inputs if direction == "forward" else self.gradients
@@ -332,7 +314,7 @@ class Flow:
         _wait(self.arriving.pop((direction, stage, number), ()))
 
     def message(self, kind: Callable, tensor: torch.Tensor, stage: int) -> list[Any]:
-        peer = self.line.global_rank(self.line.places[stage])
+        peer = self.line.global_rank(stage % self.line.size)
         return dist.batch_isend_irecv([dist.P2POp(kind, tensor, peer, self.line.group)])
 
 
@@ -382,7 +364,7 @@ class PipelinePasses:
                 {name: value.detach().cpu() for name, value in found.metrics.items()},
                 of_parameters,
             )
-        loss, metrics, of_parameters = line.told(said, line.places[-1])
+        loss, metrics, of_parameters = line.told(said, line.size - 1)
         metrics = {name: value.to(line.device) for name, value in metrics.items()}
         of_parameters = [None if one is None else one.to(line.device) for one in of_parameters]
         return Scored(loss.to(line.device), metrics, gradients, parameters, of_parameters)

@@ -20,8 +20,6 @@ from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
-from hf_dist_ext import policy
-
 # What a rank may do next, as torch names it.
 FORWARD, BACKWARD = "FORWARD", "FULL_BACKWARD"
 INPUT_BACKWARD, WEIGHT_BACKWARD = "BACKWARD_INPUT", "BACKWARD_WEIGHT"
@@ -77,10 +75,8 @@ def _of_torch(name: str) -> Callable[[int, int, int], Order]:
 SCHEDULES = {  # of (P, V, M)
     "gpipe": _all_forwards_first,
     "1f1b": _one_forward_one_backward,
-    "looped_bfs": _of_torch("ScheduleLoopedBFS"),
     "interleaved_1f1b": _of_torch("ScheduleInterleaved1F1B"),
     "zero_bubble": _of_torch("ScheduleInterleavedZeroBubble"),
-    "zero_bubble_v": _of_torch("ScheduleZBVZeroBubble"),
 }
 
 
@@ -100,7 +96,7 @@ def _of_all_ranks(
     All messages of a pipeline have one order then, which every rank keeps: no two ranks wait for each other, and in
     the one stream through which NCCL sends what a rank sends and receives, none waits behind another that comes long
     after it."""
-    order, places = SCHEDULES[name](ranks, per_rank, chunks), policy.rank_of_stage(name, ranks, per_rank)
+    order, last = SCHEDULES[name](ranks, per_rank, chunks), ranks * per_rank - 1
     kinds = {FORWARD} if forward_only else UNITS.keys()
     computed = [
         [Action(a.computation_type.name, a.stage_index, a.microbatch_index) for a in order[rank] if a is not None]
@@ -109,7 +105,7 @@ def _of_all_ranks(
     left = [[action for action in of_rank if action.kind in kinds][::-1] for of_rank in computed]
     now, found = [0] * ranks, [[] for _ in range(ranks)]  # (when, is it work, its place among messages, action)
     ready = {(FORWARD, 0, chunk): 0 for chunk in range(chunks)}  # what can be worked on, and since when
-    ready |= {(BACKWARD, len(places) - 1, chunk): 0 for chunk in range(chunks)}
+    ready |= {(BACKWARD, last, chunk): 0 for chunk in range(chunks)}
     while any(left):
         before = list(map(len, left))
         for rank, of_rank in enumerate(left):
@@ -122,12 +118,11 @@ def _of_all_ranks(
                 found[rank].append((start, True, (), of_rank.pop()))
                 end = now[rank] = start + UNITS[kind]
                 to = stage + (1 if direction == FORWARD else -1)
-                if kind == WEIGHT_BACKWARD or not 0 <= to < len(places):
+                if kind == WEIGHT_BACKWARD or not 0 <= to <= last:
                     continue
                 ready[direction, to, chunk] = end
-                if places[to] != rank:
-                    send, receive = MESSAGES[direction]
-                    found[rank].append((end, False, (direction, to, chunk), Action(send, stage, chunk)))
-                    found[places[to]].append((end, False, (direction, to, chunk), Action(receive, to, chunk)))
+                send, receive = MESSAGES[direction]
+                found[rank].append((end, False, (direction, to, chunk), Action(send, stage, chunk)))
+                found[to % ranks].append((end, False, (direction, to, chunk), Action(receive, to, chunk)))
         assert before != list(map(len, left)), "every rank waits for another one"
     return tuple(tuple(action for *_, action in sorted(of_rank)) for of_rank in found)

@@ -14,7 +14,7 @@ read from files as `staged` says never has more (one with random weights is buil
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -46,37 +46,32 @@ ENCODERS = {
 }
 
 
-def layout_of(config: Any, kinds: Iterable[str] = DECODERS | ENCODERS.keys()) -> BackboneLayout:
-    """Of a model's config. Raises UsageError when it is none of the `kinds` (of models) that can be cut."""
+def layout_of(config: Any) -> BackboneLayout:
+    """Of a model's config. Raises UsageError when it is of no kind that can be cut."""
     name = config.model_type
-    if name in ENCODERS and name in kinds:
+    if name in ENCODERS:
         return ENCODERS[name]
     plan = list(getattr(config, "base_model_pp_plan", None) or ())
-    if name not in DECODERS or name not in kinds or "layers" not in plan:
+    if name not in DECODERS or "layers" not in plan:
         raise UsageError(
             f'a pipeline can not be made of "{name}": it was measured to be exact for '
-            f"{', '.join(sorted(kinds))}. Use multi_gpu_fsdp."
+            f"{', '.join(sorted(DECODERS | ENCODERS.keys()))}. Use multi_gpu_fsdp."
         )
     at = plan.index("layers")
     return BackboneLayout(tuple(plan[:at]), "layers", tuple(plan[at + 1 :]))
 
 
-def first_layers(
-    num_layers: int, places: Sequence[int], split: Sequence[int] | None = None, head: float = 0.0
-) -> list[int]:
+def first_layers(num_layers: int, num_stages: int, split: Sequence[int] | None = None) -> list[int]:
     """The number of the first layer of every stage.
 
     Args:
-        places: the rank of every stage.
-        split: the first layers of all stages but the first; None: by work (`policy.layers_of_stages`).
-        head: the work of what follows the last layer, in layers.
+        split: the first layers of all stages but the first; None: as `policy.layers_of_stages` deals them.
 
     Raises:
         UsageError: a stage without a layer.
     """
-    num_stages = len(places)
     if split is None:
-        firsts = [0, *accumulate(policy.layers_of_stages(num_layers, places, head)[:-1])]
+        firsts = [0, *accumulate(policy.layers_of_stages(num_layers, num_stages)[:-1])]
     else:
         firsts = [0, *split]
     if len(firsts) != num_stages:
@@ -93,18 +88,22 @@ def first_layers(
     return firsts
 
 
-def firsts_of(
-    model: nn.Module, places: Sequence[int], split: Sequence[int] | None, kind: type[StagedModel] | None = None
-) -> list[int]:
-    """`first_layers` of a model that will be cut as `kind`; None: `StagedModel`."""
-    kind = kind or StagedModel
-    backbone = kind.backbone_of(kind.base_of(model))
-    num_layers = len(backbone.get_submodule(layout_of(backbone.config).stack))
-    return first_layers(num_layers, places, split, kind.head_in_layers(backbone.config))
+def firsts_of(model: nn.Module, num_stages: int, split: Sequence[int] | None) -> list[int]:
+    """`first_layers` of a model that will be cut."""
+    backbone = base_of(model).transformers_model
+    return first_layers(len(backbone.get_submodule(layout_of(backbone.config).stack)), num_stages, split)
 
 
-def without_adapters(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+def base_of(model: nn.Module) -> Any:
+    """Without adapters. Raises UsageError when it can not be cut."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not is_chain(base):
+        raise UsageError(
+            f"a pipeline can not be made of {type(base).__name__}: it needs one backbone with a stack of layers. "
+            "Use a SentenceTransformer, or multi_gpu_fsdp."
+        )
+    _check_chain(base)
+    return base
 
 
 class Passed(nn.Module):
@@ -145,8 +144,8 @@ class StagedModel:
 
     def __init__(self, model: nn.Module, own: Sequence[int], firsts: Sequence[int]):
         self.model, self.own, self.num_stages = model, list(own), len(firsts)
-        self.base = self.base_of(model)
-        self.parts = parts_of(self.base, self.backbone_of(self.base), firsts)
+        self.base = base_of(model)
+        self.parts = parts_of(self.base, self.base.transformers_model, firsts)
         for _, part in self._all():
             part.put(part.module)
         self.check_is_covered()
@@ -156,57 +155,21 @@ class StagedModel:
         self.renew()
 
     def renew(self) -> None:
-        """What stands for the parts of other ranks, with the parameters as they are now."""
+        """Something that passes on stands where the parts of other ranks are."""
         for part in self._left_out:
-            part.put(self.stand_in(part))
-
-    @staticmethod
-    def base_of(model: nn.Module) -> nn.Module:
-        """Without adapters. Raises UsageError when it can not be cut."""
-        base = without_adapters(model)
-        if not is_chain(base):
-            raise UsageError(
-                f"a pipeline can not be made of {type(base).__name__}: it needs one backbone with a stack of layers. "
-                "Use a SentenceTransformer, or multi_gpu_fsdp."
-            )
-        _check_chain(base)
-        return base
-
-    @staticmethod
-    def backbone_of(base: nn.Module) -> nn.Module:
-        """What has the stack of layers."""
-        return base.transformers_model
-
-    @staticmethod
-    def head_in_layers(config: Any) -> float:
-        """The work of what follows the last layer for every token, in layers."""
-        return 0.0
+            part.put(Passed(part.module))
 
     def check_is_covered(self) -> None:
         """Every parameter lies in one stage. Raises UsageError."""
         owners = self.stages_by_id()
         for name, parameter in self.model.named_parameters():
             found = owners.get(id(parameter), set())
-            if len(found) != 1 and not self.may_share(found):
+            if len(found) != 1:
                 where = "in none" if not found else f"in {len(found)}"
                 raise UsageError(
                     f"a pipeline can not be made of {type(self.model).__name__}: {name!r} lies {where} of its stages. "
                     "Use multi_gpu_fsdp."
                 )
-
-    def may_share(self, stages: set[int]) -> bool:
-        """Whether several stages may hold one parameter."""
-        return False
-
-    @property
-    def copied(self) -> list[nn.Parameter]:
-        """Parameters of this rank of which another rank has a copy."""
-        return []
-
-    @property
-    def copies(self) -> list[nn.Parameter]:
-        """Those that an earlier stage, on another rank, holds as well."""
-        return []
 
     def stages_by_id(self) -> dict[int, set[int]]:
         """The id of a parameter -> the stages that hold it."""
@@ -216,16 +179,8 @@ class StagedModel:
                 owners.setdefault(id(parameter), set()).add(stage)
         return owners
 
-    def stand_in(self, part: StageModule) -> Passed:
-        """What stands where a part of another rank is."""
-        return Passed(part.module)
-
     def _all(self) -> list[tuple[int, StageModule]]:
         return [(stage, part) for stage, parts in enumerate(self.parts) for part in parts]
-
-    def modules(self) -> list[list[nn.Module]]:
-        """This rank's, of every stage: layers, and what stands before and after them."""
-        return [[part.module for part in self.parts[stage]] for stage in self.own]
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """Those of one of this rank's stages that train."""
@@ -243,14 +198,10 @@ class StagedModel:
             return self.base[0](dict(features))[TOKEN_EMBEDDINGS]
 
     @property
-    def is_checkpointed(self) -> bool:
-        """Whether layers keep their input alone until their backward (activation checkpointing)."""
-        return any(getattr(module, "gradient_checkpointing", False) for module in self.base.modules())
-
-    @property
     def num_layers(self) -> list[int]:
         """Of every stage."""
-        stack = self.backbone_of(self.base).get_submodule(layout_of(self.backbone_of(self.base).config).stack)
+        backbone = self.base.transformers_model
+        stack = backbone.get_submodule(layout_of(backbone.config).stack)
         return [sum(part.owner is stack for part in parts) for parts in self.parts]
 
     @contextlib.contextmanager
@@ -274,10 +225,6 @@ class StagedModel:
             yield
         finally:
             self.renew()
-
-    def saving(self) -> contextlib.AbstractContextManager:
-        """While inside, `save_pretrained` takes the model for a whole one."""
-        return self.whole()
 
 
 def parts_of(base: nn.Module, backbone: nn.Module, firsts: Sequence[int]) -> list[list[StageModule]]:
@@ -328,7 +275,7 @@ def _part(owner: nn.Module, name: str) -> StageModule:
 def staged(
     kind: type,
     own: Sequence[int],
-    places: Sequence[int],
+    num_stages: int,
     split: Sequence[int] | None,
     finish: Callable[[nn.Module], None] = lambda backbone: None,
 ) -> type:
@@ -339,7 +286,7 @@ def staged(
         kind.__init__(self, config, *arguments, **options)
         self.__class__ = kind
         num_layers = len(self.get_submodule(layout_of(config).stack))
-        for stage, parts in enumerate(parts_of(self, self, first_layers(num_layers, places, split))):
+        for stage, parts in enumerate(parts_of(self, self, first_layers(num_layers, num_stages, split))):
             for part in parts if stage not in own else ():
                 part.module.to("meta")
                 part.put(Passed(part.module))
@@ -355,17 +302,5 @@ def put_back(model: nn.Module) -> nn.Module:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, Passed):
-                for path, parameter in child.named_parameters():
-                    set_parameter(child.stands_for, path, parameter)
                 module._modules[name] = child.stands_for
     return model
-
-
-def set_parameter(module: nn.Module, path: str, parameter: nn.Parameter) -> None:
-    """Below `module`, where what is missing on the way is made."""
-    *names, last = path.split(".")
-    for name in names:
-        if name not in module._modules:
-            module.add_module(name, nn.Module())
-        module = module.get_submodule(name)
-    module.register_parameter(last, parameter)

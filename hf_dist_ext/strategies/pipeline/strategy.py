@@ -3,8 +3,8 @@
 A pipeline is a group of consecutive ranks; other groups are copies of it with rows of their own. `mesh.py` says which
 ranks, `stages.py` cuts the model, `schedules.py` says who works when, and `passes.py` takes the chunks of a
 step through the stages. Several ranks may split the layers of a stage between them (tensor parallelism, as
-`splitting.py` does it), and copies may shard their weights (FSDP2, `sharded_stages.py`); else gradients are added up
-locally and averaged over the copies once per update. `options.py` says what can run as a pipeline.
+`splitting.py` does it). Gradients are added up locally and averaged over the copies once per update. `options.py` says
+what can run as a pipeline.
 
 (1) this rank's part of the model
 (2) once per update: gradients over the copies, one norm for the whole model
@@ -30,12 +30,12 @@ from hf_dist_ext import policy
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import Embeddings, PhaseContext
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import adapters, collectives, mesh, plans, splitting
+from hf_dist_ext.strategies import collectives, mesh, plans, splitting
 from hf_dist_ext.strategies.base import Strategy, meanwhile
 from hf_dist_ext.strategies.gathering import Rows
 from hf_dist_ext.strategies.mesh import COPIES, PARTS, STAGES
-from hf_dist_ext.strategies.pipeline import sharded_stages, stages
-from hf_dist_ext.strategies.pipeline.options import check_model, per_rank_of, places_of, schedule_of, size
+from hf_dist_ext.strategies.pipeline import stages
+from hf_dist_ext.strategies.pipeline.options import check_model, per_rank_of, schedule_of, size, stages_of
 from hf_dist_ext.strategies.pipeline.passes import Line, PipelinePasses
 from hf_dist_ext.strategies.tensors import held_here, num_parts, whole
 
@@ -44,23 +44,23 @@ logger = logging.get_logger(__name__)
 # ---- (1) ----
 
 
-def in_stages(args: Any, staged: Callable[..., type] = stages.staged) -> Callable[[type], type] | None:
+def in_stages(args: Any) -> Callable[[type], type] | None:
     """For whoever reads the model: this rank reads its stages only. None without a pipeline."""
     if size(args) == 1:
         return None
-    return _in_stages(args, mesh.make(args) if mesh.shape_of(args).parts > 1 else None, staged)
+    return _in_stages(args, mesh.make(args) if mesh.shape_of(args).parts > 1 else None)
 
 
-def _in_stages(args: Any, of_parts: mesh.Mesh | None, staged: Callable[..., type]) -> Callable[[type], type]:
+def _in_stages(args: Any, of_parts: mesh.Mesh | None) -> Callable[[type], type]:
     """With tensor parallelism what is split keeps the mesh on which it is."""
-    places, own = places_of(args)
+    own, num_stages = stages_of(args)
 
     def finish(model: nn.Module) -> None:
         model.mesh = of_parts
         splitting.split_layers(model, of_parts.devices[PARTS])
 
     more = {} if of_parts is None else {"finish": finish}
-    return functools.partial(staged, own=own, places=places, split=args.pipeline_split, **more)
+    return functools.partial(stages.staged, own=own, num_stages=num_stages, split=args.pipeline_split, **more)
 
 
 class Pipeline(Strategy):
@@ -73,8 +73,6 @@ class Pipeline(Strategy):
     comes_with_model = is_cut = saves_by_name = syncs_replicated = True
     pads_rows = "the stages of a pipeline send each other rows of one width"
     can_redo = False
-    cut_kind, staged = stages.StagedModel, staticmethod(stages.staged)
-    has_first_pass = True  # of chunks, without graphs
 
     def __init__(self, model: nn.Module | None, args: Any):
         super().__init__()
@@ -86,7 +84,6 @@ class Pipeline(Strategy):
         self.cut: stages.StagedModel | None = None
         self.line: Line | None = None
         self.mesh: mesh.Mesh | None = None
-        self.sharded: sharded_stages.ShardedStages | None = None
         self.partial: list[nn.Module] = []  # whose gradients are of this rank's heads only
         self._has_checked_rows = False
         self._elsewhere: frozenset[str] | None = None
@@ -101,55 +98,40 @@ class Pipeline(Strategy):
         return self.shape.parts
 
     @property
-    def forwards_are_collective(self) -> bool:
-        return self.sharded is not None and self.sharded.frees
-
-    @property
     def split(self) -> str:
         return f"pp {self.size}" + (f" x tp {self.shape.parts}" if self.shape.parts > 1 else "")
 
     @property
     def name(self) -> str:
-        copies = "dp" if self.sharded is None else "fsdp"
-        return self.split + (f" x {copies} {self.shape.copies}" if self.shape.copies > 1 else "")
+        return self.split + (f" x dp {self.shape.copies}" if self.shape.copies > 1 else "")
 
     # ---- setting up ----
 
     @contextmanager
     def constructing(self, args: Any) -> Iterator[None]:
-        places, own = places_of(args)
-        firsts = stages.firsts_of(self.whole, places, args.pipeline_split, self.cut_kind)
-        self.cut = self.cut_kind(self.whole, own, firsts)
+        own, num_stages = stages_of(args)
+        self.cut = stages.StagedModel(self.whole, own, stages.firsts_of(self.whole, num_stages, args.pipeline_split))
         split = plans.planned(self.whole) if self.shape.parts > 1 else None
         self.mesh = getattr(split, "mesh", None) or mesh.make(args)
         self.rows = Rows(self.shape.of_a_model, self.mesh.group(COPIES))
-        self._in_stages = _in_stages(args, self.mesh if self.shape.parts > 1 else None, self.staged)
+        self._in_stages = _in_stages(args, self.mesh if self.shape.parts > 1 else None)
         self.whole.to(args.device)
         if self.shape.parts > 1:
             splitting.split_layers(split, self.mesh.devices[PARTS])
-            splitting.split_adapters(self.whole, split, self.mesh.devices[PARTS])
             self.partial = splitting.without_own_reduction(split)
-            self.cut.renew()
         self.mesh.agree(self.whole.parameters())
-        self.sharded = sharded_stages.of(args.sharding, self.cut.modules(), self.mesh)
-        self.cut.renew()
         if args.process_index == 0:
-            logger.info(self._in_words(places, args.sharding))
+            logger.info(self._in_words())
         splitting.say_split(self.cut.base)
         with meanwhile(args, save_only_model=True):  # as under tensor parallelism
             yield
 
-    def _in_words(self, places: Sequence[int], sharding: str | None) -> str:
-        """`places`: the rank of every stage."""
-        layers = [0] * self.size
-        for place, number in zip(places, self.cut.num_layers, strict=True):
-            layers[place] += number
+    def _in_words(self) -> str:
+        layers = [sum(self.cut.num_layers[rank :: self.size]) for rank in range(self.size)]
         each, many = "process", f"{self.size} processes"
         if self.shape.parts > 1:
             each, many = "group", f"{self.size} groups of {self.shape.parts} processes"
         copies = "there are no copies" if self.shape.copies == 1 else "copies average their gradients once per update"
-        if self.sharded is not None:
-            copies = f'copies shard their stages (sharding="{sharding}")'
         return (
             f"pipelines: {self.shape.copies} of {many}; layers per {each}: {', '.join(map(str, layers))}; stages per "
             f"{each}: {self.per_rank}; schedule {self.schedule}; {copies}."
@@ -192,20 +174,13 @@ class Pipeline(Strategy):
     def encoded(self, batch: ChunkedBatch, encode: Any, phase: PhaseContext) -> Embeddings:
         chunks = batch.chunks()
         outputs = self.line.forward(chunks, phase)
-        if self.sharded is not None:
-            self.sharded.free()
         return self.line.shared(batch.to_columns(outputs, chunks) if self.line.has_last else {})
 
     # ---- (2) ----
 
     def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:
-        parameters = list(loss_parameters)
-        if self.sharded is None:
-            parameters += self.whole.parameters()
-        else:
-            self.sharded.finish_update()
         bucket: list[nn.Parameter] = []
-        for parameter in parameters:
+        for parameter in chain(loss_parameters, self.whole.parameters()):
             if bucket and sum(p.numel() for p in bucket) + parameter.numel() > policy.REDUCED_TOGETHER:
                 self.rows.average_gradients(bucket)
                 bucket = []
@@ -216,7 +191,7 @@ class Pipeline(Strategy):
 
     @torch.no_grad()
     def agree_on_loss(self, state: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        source = self.line.global_rank(self.line.places[-1])  # which alone runs the loss of a step
+        source = self.line.global_rank(self.size - 1)  # which alone runs the loss of a step
         for tensor in state().values():
             dist.broadcast(tensor, src=source, group=self.line.group)
 
@@ -225,11 +200,11 @@ class Pipeline(Strategy):
     ) -> torch.Tensor:
         """The norm of all stages' gradients, and of those that every rank has (the loss's own parameters) once; they
         are scaled down to `max_norm` (inf: not at all)."""
-        here, tied = ({id(p) for p in found} for found in (self.whole.parameters(), self.cut.copied))
+        here = {id(p) for p in self.whole.parameters()}
         of_copies = defaultdict(list)  # on how many ranks an element lies -> gradients
         for parameter in chain(parameters, loss_parameters):
             if parameter.grad is not None:
-                of_stages = 1 + (id(parameter) in tied) if id(parameter) in here else self.size
+                of_stages = 1 if id(parameter) in here else self.size
                 ranks = self.shape.copies * self.shape.parts * of_stages // num_parts(parameter.grad)
                 of_copies[ranks].append(held_here(parameter.grad))
         return collectives.clip(of_copies, max_norm, self.line.device)
@@ -242,8 +217,7 @@ class Pipeline(Strategy):
         busy = sum(seconds[f"seconds_{part}"] for part in ("encode", "replay", "last_backward"))
         share = torch.tensor([1 - busy / seconds["seconds_passes"]], device=self.line.device)
         dist.all_reduce(share, group=self.line.group)
-        sizes = (self.size, self.per_rank, self.line.num_chunks)
-        expected = policy.idle_share(self.schedule, *sizes, has_first_pass=self.has_first_pass)
+        expected = policy.idle_share(self.schedule, self.size, self.per_rank, self.line.num_chunks)
         return {"bubble_share": round(share.item() / self.size, 4), "bubble_share_expected": round(expected, 4)}
 
     # ---- (3) ----
@@ -284,11 +258,7 @@ class Pipeline(Strategy):
         return self.collected(model.state_dict(), keep)
 
     def saving_whole(self, model: nn.Module) -> AbstractContextManager:
-        return self.cut.saving()
-
-    def load_adapters(self, folder: Path) -> bool:
-        """Adapters are peft's to read, unless they are sharded."""
-        return (self.sharded is not None or self.shape.parts > 1) and adapters.load(self.whole, folder)
+        return self.cut.whole()
 
     def read_backbone(self, kind: Any, folder: str | Path, **options: Any) -> Any:
         return self._in_stages(kind).from_pretrained(folder, **options)
