@@ -190,9 +190,9 @@ def idle_share(schedule: str, ranks: int, per_rank: int, chunks: int) -> float:
     return idle / (idle + 4 * per_rank * chunks)
 
 
-def live_chunks(schedule: str, ranks: int, per_rank: int, chunks: int, rank: int) -> list[tuple[int, ...]]:
-    """Chunks whose activations a rank holds at once, per stage of its own: every case in which their sum is largest. A
-    forward begins to hold them, the backward that ends with gradients of weights gives them up.
+def live_chunks(schedule: str, ranks: int, per_rank: int, chunks: int, rank: int) -> int:
+    """Chunks whose activations a rank holds at once, each on one of its stages. A forward begins to hold them, the
+    backward that ends with gradients of weights gives them up.
 
     `gpipe` holds all, `1f1b` P - rank, `interleaved_1f1b` (V - 1) P + 2 (P - 1 - rank) + 1 of a stage each,
     `zero_bubble` V P; never more than there are, and rounds may be longer than P.
@@ -204,14 +204,4 @@ def live_chunks(schedule: str, ranks: int, per_rank: int, chunks: int, rank: int
         "interleaved_1f1b": (per_rank - 1) * length + 2 * after,
         "zero_bubble": min(everything, (per_rank - 1) * length + after) + rank,
     }.get(schedule, everything)
-
-    def of_first(number: int, stage: int) -> int:
-        """Among so many forwards in a row, how many are of a stage."""
-        rounds, rest = divmod(number, per_rank * length)
-        return rounds * length + min(length, max(0, rest - stage * length))
-
-    cases = {
-        tuple(of_first(done + 1, v) - of_first(max(0, done - ahead), per_rank - 1 - v) for v in range(per_rank))
-        for done in range(min(ahead, everything - 1), min(everything, ahead + per_rank * length))
-    }
-    return sorted(cases)
+    return min(everything, ahead + 1)

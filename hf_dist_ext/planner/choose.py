@@ -173,7 +173,6 @@ def _pipelines(work: Workload, hardware: Hardware, available: Collection[str]) -
         if of_kind:
             order = [(not o.fits, o.fitted is None, o.seconds, o.bytes.total) for o in of_kind]
             found.append(of_kind[order.index(min(order))])
-            found[-1].add_pipeline()
     if asked > 1 and (not found or pipelines.why_none(work)):
         why = pipelines.why_none(work) or pipelines.why_not_dealt(work, hardware)
         raise UsageError(f"pipeline_parallel_size={asked}: {why}. Remove it to see what the other ways take.")

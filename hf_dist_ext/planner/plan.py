@@ -70,13 +70,12 @@ class Option:
     least: Bytes  # of all that was tried
     fitted: Estimate | None = None
     found: Bytes | None = None  # where the run finds its chunk size itself: with that
-    pipeline: Staged | None = None
     needs_chunk: bool = False  # where the run has none: as it stands it is refused
 
-    def add_pipeline(self) -> None:
+    @property
+    def pipeline(self) -> Staged | None:
         """Its figures with the settings that fit, else as the run stands."""
-        one = self.fitted or self.given
-        self.pipeline = pipelines.staged(replace(one, work=self.given.work))
+        return Staged(self.fitted or self.given) if self.strategy.pipeline else None
 
     @property
     def strategy(self) -> StrategySpec:

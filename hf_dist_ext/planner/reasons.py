@@ -45,8 +45,8 @@ def in_json(fields: Mapping[str, Any]) -> str:
 
 
 def few(found: Iterable[Any]) -> str:
-    """Of the stages or ranks of a pipeline; those in the middle of many are left out."""
-    words = [f"{one:.2f}" if isinstance(one, float) else str(one) for one in found]
+    """Of the stages of a pipeline; those in the middle of many are left out."""
+    words = list(map(str, found))
     return ", ".join(words if len(words) <= MANY else [*words[:2], "...", *words[-2:]])
 
 
@@ -154,7 +154,7 @@ def _explain_pipeline(plan: Plan, best: Option) -> None:
     assert found is not None and best.fitted is not None
     say(
         f"{name} ({best.strategy.in_words}): {few(found.layers)} layers; {found.pipeline.schedule} holds "
-        f"{few(rank.live_chunks for rank in found.ranks)} of {found.num_chunks} chunks and waits "
+        f"{found.live_chunks(0)} of {found.num_chunks} chunks and waits "
         f"{found.bubble_share:.1%} of the time. The largest rank needs {gib(best.shown.total)} of "
         f"{gib(plan.hardware.memory_bytes)}."
     )
@@ -165,7 +165,7 @@ def _explain_pipeline(plan: Plan, best: Option) -> None:
         )
         say(f"Smaller chunks, or more rows, would wait less: {share:.1%} with {enough} chunks.")
     between = f" and {gib(found.reduced)} of gradients between copies" if found.copies > 1 else ""
-    say(f"A step sends {gib(found.most_messages[1])} between stages{between}. {_rows_in_the_loss(plan, best)}")
+    say(f"A step sends {gib(found.messages[1])} between stages{between}. {_rows_in_the_loss(plan, best)}")
     others = [option for option in plan.options if option.strategy.pipeline is None and option.fitted is not None]
     others = [option for option in others if not option.why_not] or others  # all, where the run asks for a pipeline
     other = min((option for option in others if option.strategy.name != "single"), key=_seconds_of, default=None)

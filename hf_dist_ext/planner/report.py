@@ -127,12 +127,10 @@ def _assumptions(plan: Plan) -> str:
 
 def pipeline_line(found: Staged, name: str) -> str:
     """What the table has no columns for."""
-    ranks = found.ranks
     return (
-        f"{name}, {found.pipeline.schedule}: layers {few(found.layers)}; chunks held per device "
-        f"{few(rank.live_chunks for rank in ranks)} of {found.num_chunks}; GiB per device "
-        f"{few(rank.needed.total / GIB for rank in ranks)}; waits {found.bubble_share:.1%}; "
-        f"{gib(found.most_messages[1])} between stages, {gib(found.reduced)} of gradients"
+        f"{name}, {found.pipeline.schedule}: layers {few(found.layers)}; at most {found.live_chunks(0)} of "
+        f"{found.num_chunks} chunks held; waits {found.bubble_share:.1%}; "
+        f"{gib(found.messages[1])} between stages, {gib(found.reduced)} of gradients"
     )
 
 

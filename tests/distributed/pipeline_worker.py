@@ -414,7 +414,7 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
     cut, args = trainer.strategy.cut, trainer.args
     flow, all_reduce = passes.Flow, dist.all_reduce
     counts, outputs = Counter(), watched_outputs(cut)
-    cases, kept = set(), {}  # chunks held per stage; their bytes
+    kept = {}  # bytes of what each chunk holds
     weights = {held_here(p).untyped_storage().data_ptr() for p in trainer.model.parameters()}
     casts = {}  # bytes of half-precision copies of weights
     halves = [held_here(p).detach().bfloat16() for p in trainer.model.parameters() if p.dim() == 2]
@@ -438,13 +438,8 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
                     see(tensor)
             kept[stage, number] = {at: size for at, size in found.items() if at not in weights}
             held = [*self.held, *self.cut_in_two]
-            if len(held) > counts["live"]:
-                cases.clear()
-            if len(held) >= max(counts["live"], 1):
-                cases.add(tuple(sum(at[0] == stage for at in held) for stage in cut.own))
             counts["live"] = max(counts["live"], len(held))
             together = {at: size for of in held for at, size in kept[of].items()}
-            counts["bytes"] = max(counts["bytes"], sum(together.values()))
             counts["casts"] = max(counts["casts"], sum(size for at, size in casts.items() if at in together))
             counts["waiting"] = max(counts["waiting"], len(self.inputs) + len(self.gradients) + len(self.leaving))
 
@@ -464,7 +459,7 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
         passes.Flow, dist.all_reduce = flow, all_reduce
     found = {
         **counts,
-        "cases": sorted(cases),
+        "halves": sum(half.nbytes for half in halves),
         "chunks": len(next(iter(outputs[True].values()))),
         "rank": rank() % pipeline_options.size(args),
         "per_rank": pipeline_options.per_rank_of(args),

@@ -4,9 +4,7 @@ Orders and stages alone are in tests/strategies; here are runs: gradients agains
 holds and sends, resumed runs, folders, evaluations, and what is refused.
 """
 
-import dataclasses
 import functools
-import json
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,16 +14,9 @@ import pytest
 
 from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.planner.catalog import Hardware
-from hf_dist_ext.planner.choose import plan_workload
-from hf_dist_ext.planner.from_run import workload_of
-from hf_dist_ext.planner.memory import Settings
-from hf_dist_ext.planner.pipelines import Staged
-from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies.mesh import Shape
 from hf_dist_ext.strategies.pipeline import schedules
 from hf_dist_ext.strategies.pipeline.strategy import Pipeline
-from hf_dist_ext.tasks import trace
 from tests.distributed import pipeline_worker as worker
 from tests.distributed.forked import by_launch, look, train_under_preset
 from tests.parity.exactness_table import MESHES, PIPELINE_CASES, PIPELINES, SPLIT, measure_mesh, measure_pipeline
@@ -136,7 +127,7 @@ def test_it_holds_and_sends_what_its_schedule_says_and_copies_reduce_once(layout
     for rank, of_rank in enumerate(ranks):
         place, per_rank, chunks = Shape(pipelines, 2, parts).place(rank), of_rank["per_rank"], of_rank["chunks"]
         assert chunks == worker.BATCH  # two columns, two rows each
-        live = sum(policy.live_chunks(schedule, 2, per_rank, chunks, place.stages)[0])
+        live = policy.live_chunks(schedule, 2, per_rank, chunks, place.stages)
         assert of_rank["live"] == live
         assert of_rank["waiting"] <= max(live, 2 * per_rank)  # buffers follow what is under way
         kinds = [
@@ -149,43 +140,10 @@ def test_it_holds_and_sends_what_its_schedule_says_and_copies_reduce_once(layout
         assert of_rank.get("reductions", 0) == (pipelines > 1)
 
 
-def planned(tmp_path: Path, schedule: str, **more) -> tuple:
-    """The workload and the pipeline's option of a plan for what was counted."""
-    run = {
-        "dataset_name": "code-search", "model_config": worker.CONFIG, "projection_dim": 16,
-        "max_length": worker.WIDTHS, "pipeline_schedule": schedule, "per_device_train_batch_size": worker.BATCH,
-        "gradient_cache_chunk_size": 2, "pipeline_parallel_size": 2,
-    }  # fmt: skip
-    (tmp_path / "run.json").write_text(json.dumps(run | more))
-    run = load_run(["--config", str(tmp_path / "run.json")])
-    work = dataclasses.replace(workload_of(run, trace.complete_config(run.options)), mask_bytes=0)  # as on a CPU
-    found = trace.shape(run, work)
-    work = dataclasses.replace(work, found=found, embedding_dim=found["embedding_dim"])
-    return work, next(option for option in plan_workload(work, Hardware(2)).options if option.pipeline)
-
-
-@pytest.mark.parametrize("schedule", schedules.SCHEDULES)
-def test_a_plan_foretells_what_every_stage_holds(schedule, tmp_path):
-    """The chunks at once, stage by stage, exactly; their bytes as well as a plan knows dropout's kernel on a CPU."""
-    work, option = planned(tmp_path, schedule)
-    pipeline = option.strategy.pipeline
-    for rank, of_rank in enumerate(found()[schedule]):
-        own = pipeline.stages_of_ranks[rank]
-        live = policy.live_chunks(schedule, 2, pipeline.per_rank, option.pipeline.num_chunks, rank)
-        assert live == [tuple(case) for case in of_rank["cases"]]
-        assert option.pipeline.ranks[rank].live_chunks == of_rank["live"]
-        saved, casts = Staged(work, pipeline, Settings()).held(own, live)
-        assert casts == 0 and saved == pytest.approx(of_rank["bytes"], rel=0.1)
-
-
-def test_chunks_that_are_alive_share_the_half_precision_copies_of_weights(tmp_path):
-    work, option = planned(tmp_path, "gpipe", bf16=True)
-    pipeline = option.strategy.pipeline
-    for rank, of_rank in enumerate(found()["bf16"]):
-        live = policy.live_chunks("gpipe", 2, 1, option.pipeline.num_chunks, rank)
-        saved, casts = Staged(work, pipeline, Settings()).held(pipeline.stages_of_ranks[rank], live)
+def test_chunks_that_are_alive_share_the_half_precision_copies_of_weights():
+    for of_rank in found()["bf16"]:
         assert of_rank["live"] == worker.BATCH and of_rank["replayed"]
-        assert 0 < casts == of_rank["casts"] < 0.1 * saved
+        assert 0 < of_rank["casts"] <= of_rank["halves"]
 
 
 def test_1f1b_holds_fewer_chunks_than_stages_follow():
