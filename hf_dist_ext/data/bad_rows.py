@@ -53,10 +53,10 @@ class BatchMaker:
                 raise  # of the batch, and of no row
         for place, error in enumerate(errors):
             if error is not None:
-                said = bad_row_in_words(self.dataset, batch[place], self.name, error)
+                where, what = bad_row_in_words(self.dataset, batch[place], self.name, error)
                 if not (good and self.can_replace):
-                    raise UsageError(said) from error
-                logger.warning(f"{said} Another row of its batch takes its place.")
+                    raise UsageError(f"{where}, cannot be used: {what}") from error
+                logger.warning(f"{where}, cannot be used: {what} Another row of its batch takes its place.")
                 self.counts[getattr(get_worker_info(), "id", 0)] += 1
                 batch[place] = good[place % len(good)]
         return self._made(batch)

@@ -201,8 +201,8 @@ def name_of(dataset: Any) -> str:
     return getattr(info, "dataset_name", None) or f"the training set ({type(dataset).__name__})"
 
 
-def bad_row_in_words(dataset: Any, one: Any, name: str, error: Exception) -> str:
-    """Which row of a training set cannot be used, and why. `one`: its number in `dataset`, or the row of a stream."""
+def bad_row_in_words(dataset: Any, one: Any, name: str, error: Exception) -> tuple[str, str]:
+    """(which row of a training set cannot be used, why). `one`: its number in `dataset`, or the row of a stream."""
     number, row = getattr(one, "number", one), getattr(one, "row", one)
     if isinstance(dataset, Mixture):
         source, number = dataset.locate(number)
@@ -215,7 +215,7 @@ def bad_row_in_words(dataset: Any, one: Any, name: str, error: Exception) -> str
         number = indices.column(0)[number].as_py()
     place = f"the row {row!r:.100}" if dataset is None else f"row {number} (counted from 0)"
     kind = "" if isinstance(error, UsageError | RunError) else f"{type(error).__name__}: "
-    return f"{name}, {place}{where}, cannot be used: {kind}{error}"
+    return f"{name}, {place}{where}", f"{kind}{error}"
 
 
 def _lacks(column: str, row: Any, number: int, dataset: Any) -> bool:
