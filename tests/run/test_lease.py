@@ -105,7 +105,7 @@ def test_rank_0_whose_launcher_was_killed_writes_nothing_beside_the_next_run(tmp
     held = lease.take(tmp_path)
     holder.kill()
     holder.wait()
-    with holding(tmp_path) as second:
+    with holding(tmp_path, **{lease.TOKEN: "its own launcher's"}) as second:
         with pytest.raises(RunError, match=f"taken over by process {second.pid}"):
             held.check()
         held.release()
