@@ -18,7 +18,7 @@ from sentence_transformers.util import cos_sim
 from torch.nn.functional import pad
 from transformers import BertConfig, BertModel
 
-from hf_dist_ext.checkpoints.loss_state import load_loss, save_loss, settings
+from hf_dist_ext.checkpoints.loss_state import load_loss, save_loss
 from hf_dist_ext.data.load import load_datasets, prepare
 from hf_dist_ext.data.row_check import RowCheck
 from hf_dist_ext.data.row_facts import split
@@ -373,18 +373,6 @@ def test_an_unknown_loss_is_taken_for_what_costs_most(model):
     plain, cached = losses.MultipleNegativesRankingLoss(model), losses.CachedMultipleNegativesRankingLoss(model)
     assert as_loss(plain, model).compares_all_pairs and not as_loss(cached, model).compares_all_pairs
     assert mine.rates_pairs and mine.num_columns == 2 and not mine.compares_all_pairs
-
-
-def test_how_rows_are_cut_is_no_setting_of_a_loss(model):
-    one, other = (
-        settings(
-            as_loss(
-                losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=size, show_progress_bar=bar), model
-            )
-        )
-        for size, bar in ((4, True), (8, False))
-    )
-    assert one == other and one["loss.loss.scale"] == 20.0
 
 
 class Hidden(torch.nn.Module):
