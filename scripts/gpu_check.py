@@ -9,7 +9,7 @@
 (1) tests: those that need a CUDA device
 (2) matrix: bf16 and fp16 x one process, DDP and FSDP2 x compiled or not x attention, 64 chunks in every step. All
     cells have the same weights and the same global batch, so their first loss and gradient norm must agree
-(3) benchmarks: what benchmark_gradient_cache.py and benchmark_training.py print, models from 33 million to 0.6 billion
+(3) benchmarks: what benchmark_training.py prints, of models from 33 million to 0.6 billion parameters
 (4) batch: batches of up to 65,536 pairs, packed and padded, and compiled
 (5) plan: what `hf-dist plan` says beside what torch's allocator counted
 
@@ -38,8 +38,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from benchmark_gradient_cache import COLUMNS, describe_machine
 from model_sizes import MODELS, pooling_of
+from turns import describe_machine
 
 from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
 from hf_dist_ext.errors import UsageError
@@ -49,6 +49,7 @@ from hf_dist_ext.planner.devices import count_devices
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 CHUNKS = 64  # of a step in the matrix
+COLUMNS = ["query", "positive"]
 SPREADS = {"one process": "single_gpu", "DDP": "multi_gpu_ddp", "FSDP2": "multi_gpu_fsdp"}
 PLANNED = {"one process": "single", "DDP": "DDP", "FSDP2": "FSDP memory"}  # the plan's names of these
 
@@ -211,21 +212,18 @@ def matrix(part: Part) -> None:
 
 
 def benchmarks(part: Part) -> None:
-    """What they print stands on the page as it is."""
+    """What it prints stands on the page as it is."""
     source = [] if part.devices else ["--code_root", str(Path(sysconfig.get_path("stdlib"), "asyncio"))]
     for model, pairs, tokens in part.sizes.benchmarks:
-        cache = ["--preset", "gpu", "--sizes", model] if part.devices else ["--preset", "smoke"]
-        training = ["--comparisons", "mnr", "--model", model, "--rows", str(pairs), "--mini_batches"]
-        training += [str(tokens // 512), "--mini_batch_tokens", str(tokens // 2), "--chunk_tokens", str(tokens // 2)]
-        training += [str(tokens), "--kept_tokens", "--device", "cuda" if part.devices else "cpu"]
-        for script, words in (("benchmark_gradient_cache", cache), ("benchmark_training", training)):
-            command = [sys.executable, f"scripts/{script}.py", "--turns", "1", *words, *source]
-            # benchmark_training forks, which a process that has asked CUDA itself must not
-            failure, said = part.call(f"{script}-{model}", command, PYTORCH_NVML_BASED_CUDA_CHECK="1")
-            part.lines += ["", f"    {shlex.join(['python', *command[1:]])}", ""]
-            part.lines += [f"    {line}" for line in said.splitlines()]
-            part.table("benchmark", "model")
-            part.row(script, model, failure=failure)
+        command = [sys.executable, "scripts/benchmark_training.py", "--comparisons", "mnr", "--turns", "1", *source]
+        command += ["--model", model, "--rows", str(pairs), "--device", "cuda" if part.devices else "cpu"]
+        command += ["--mini_batches", str(tokens // 512), "--mini_batch_tokens", str(tokens // 2)]
+        command += ["--chunk_tokens", str(tokens // 2), str(tokens), "--kept_tokens"]
+        # it forks, which a process that has asked CUDA itself must not
+        failure, said = part.call(model, command, PYTORCH_NVML_BASED_CUDA_CHECK="1")
+        part.lines += ["", f"    {shlex.join(['python', *command[1:]])}", "", *said.splitlines()]
+        part.table("benchmark", "model")
+        part.row("benchmark_training", model, failure=failure)
 
 
 def batch(part: Part) -> None:
