@@ -137,12 +137,10 @@ class Part:
         last = [line for line in lines if "Error" in line or line.startswith("error")] or lines or ["it said nothing"]
         return f"exit code {process.returncode}: {last[-1][:300]}".replace("|", "\\|"), said
 
-    def train(self, name: str, model: str, spread: str = "one process", **fields: object) -> tuple[str, list[dict]]:
-        """(why it failed or "", what was logged of each step)."""
-        folder = self.data / name
-        path = self.run_file(name, model, spread, **fields)
-        failure, _ = self.call(name, [sys.executable, "-m", "hf_dist_ext.cli", "train", str(path)])
-        logged = folder / "metrics.jsonl"
+    def train(self, path: Path) -> tuple[str, list[dict]]:
+        """Of a run file: (why it failed or "", what was logged of each step)."""
+        failure, _ = self.call(path.stem, [sys.executable, "-m", "hf_dist_ext.cli", "train", str(path)])
+        logged = path.with_suffix("") / "metrics.jsonl"
         lines = logged.read_text(encoding="utf-8").splitlines() if logged.is_file() else []
         steps = [one for one in map(json.loads, lines) if "loss" in one]
         if not failure and not (steps and all(math.isfinite(one["loss"]) for one in steps)):
@@ -190,12 +188,13 @@ def matrix(part: Part) -> None:
             for precision in part.sizes.precisions:
                 for spread in SPREADS:
                     rows = pairs // (1 if spread == "one process" else part.processes)
-                    failure, steps = part.train(
+                    path = part.run_file(
                         f"{precision}-{spread}-{attention}-{is_compiled}".replace(" ", "-"), model, spread,
                         max_length=length, max_steps=4, attn_implementation=attention, **{precision: True},
                         per_device_train_batch_size=rows, train_sampling_strategy="sequential",
                         gradient_cache_chunk_size=rows * len(COLUMNS) // CHUNKS, **part.compiled(is_compiled),
                     )  # fmt: skip
+                    failure, steps = part.train(path)
                     found = steps[0] if steps else dict.fromkeys(("loss", "grad_norm", "num_chunks"), math.nan)
                     first = first or found
                     # fp16 skips steps whose scaled gradients overflow, which its scaler begins with
@@ -232,11 +231,12 @@ def batch(part: Part) -> None:
     for model, batches in part.sizes.batches:
         cells = [(batches[0], "padded"), (batches[0], "packed, compiled"), *((pairs, "packed") for pairs in batches)]
         for pairs, how in cells:
-            failure, steps = part.train(
+            path = part.run_file(
                 f"{model}-{pairs}-{how.replace(', ', '-')}", model, max_length=128, max_steps=3, bf16=True,
                 per_device_train_batch_size=pairs, gradient_cache_chunk_tokens=32768 if part.devices else 256,
                 gradient_cache_packing=False if how == "padded" else "auto", **part.compiled("compiled" in how),
             )  # fmt: skip
+            failure, steps = part.train(path)
             last = steps[-1] if steps else {}
             rates = [
                 f"{last.get(name, math.nan):,.0f}" for name in ("rows_per_second", "tokens_per_second", "num_chunks")
@@ -270,7 +270,7 @@ def plan(part: Part) -> None:
                     options = json.loads(said)["strategies"]
                     found = next(one["bytes"] for one in options if one["strategy"] == PLANNED[spread])
                     needed = (found["total"] - found["framework"]) / GIB
-                of_training, steps = part.train(name, model, spread, **fields)
+                of_training, steps = part.train(path)
                 part.row(
                     model, kind, spread, f"{needed:.3f}", f"{peak_gib(steps):.3f}", failure=failure or of_training
                 )
