@@ -311,7 +311,7 @@ def costliest_chunks(chunked: ChunkedBatch) -> Iterator[Chunk]:
     """Of every kind of rows, without and with images, the chunk with most tokens."""
     kinds: dict[tuple[int, bool], list[Chunk]] = {}
     for chunk in chunked.chunks():
-        kinds.setdefault((chunked.tables[chunk.table].kind, chunk.has_vision), []).append(chunk)
+        kinds.setdefault((chunk.table, chunk.has_vision), []).append(chunk)
     for chunks in kinds.values():
         yield max(chunks, key=lambda chunk: chunk.num_tokens)
 
