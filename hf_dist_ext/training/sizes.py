@@ -62,7 +62,7 @@ class Layout(NamedTuple):
         chunks = self.chunked.chunks()
         return {
             "num_kept": min(self.num_kept, len(chunks) - 1),
-            "can_halve": any(chunk.num_rows > 1 for chunk in chunks),
+            "can_halve": self.wide is not None or any(chunk.num_rows > 1 for chunk in chunks),
         }
 
     def loss_bytes(self, loss: Any, size: RowSize) -> int:
@@ -311,7 +311,7 @@ def costliest_chunks(chunked: ChunkedBatch) -> Iterator[Chunk]:
     """Of every kind of rows, without and with images, the chunk with most tokens."""
     kinds: dict[tuple[int, bool], list[Chunk]] = {}
     for chunk in chunked.chunks():
-        kinds.setdefault((chunk.table, chunk.has_vision), []).append(chunk)
+        kinds.setdefault((chunked.tables[chunk.table].kind, chunk.has_vision), []).append(chunk)
     for chunks in kinds.values():
         yield max(chunks, key=lambda chunk: chunk.num_tokens)
 
