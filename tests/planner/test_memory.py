@@ -295,7 +295,7 @@ def test_a_layer_like_an_earlier_one_costs_what_it_costs_when_it_runs(small_run,
 
 def test_of_four_devices_that_share_layers_each_has_what_two_and_one_tell(small_run):
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 16}
-    run = small_run(LLAMA | heads, use_lora=True, lora_r=4, lora_target_modules=["q_proj", "o_proj", "up_proj"])
+    run = small_run(LLAMA | heads)
     work = traced(run)
     model, mode = trace.build(run, work), trace.FakeTensorMode(allow_non_fake_inputs=True)
     with trace.split_layers(model, 4):
