@@ -66,7 +66,8 @@ def test_figures_are_those_of_evaluators_made_by_hand(made, tmp_path):
         entry(made, "sts", name="prompted", prompt=None),
         entry(made, "triplet", name="t", similarity_fn_names=ALL, margin=0.05),
         ranked | {"name": "c", "similarity_fn_names": ALL, "truncate_dim": 5},
-        ranked | {"name": "swapped", "query_column": "positive", "corpus_prompt": ""},
+        ranked | {"name": "swapped", "query_column": "positive", "corpus_column": "query"},
+        ranked | {"name": "given", "query_prompt": PROMPTS["positive"], "corpus_prompt": ""},
     ], model)  # fmt: skip
     model.prompts = {"query": PROMPTS["query"], "document": PROMPTS["positive"]}
     similarity = of_vectors.EmbeddingSimilarityEvaluator
@@ -78,8 +79,10 @@ def test_figures_are_those_of_evaluators_made_by_hand(made, tmp_path):
     scores = {name: SimilarityFunction.to_similarity_fn(name) for name in ALL}
     retrieval = partial(of_vectors.InformationRetrievalEvaluator, queries, documents, right, **off)
     expected |= retrieval(name="c", truncate_dim=5, score_functions=scores)(model)
-    model.prompts = {"query": PROMPTS["positive"], "document": ""}
+    model.prompts = {"query": PROMPTS["positive"], "document": PROMPTS["query"]}
     expected |= retrieval(name="swapped")(model)
+    model.prompts = {"query": PROMPTS["positive"], "document": ""}
+    expected |= retrieval(name="given")(model)
     assert len(expected) > 90 and len(set(expected.values())) > 50
     assert found == pytest.approx({f"eval_{name}": value for name, value in expected.items()}, abs=1e-5)
 

@@ -47,15 +47,6 @@ def test_a_run_without_held_out_rows_is_judged_by_its_evaluations(main, run_file
     assert "out/loss.png" in printed and "out/metrics.png" in printed and (tmp_path / "out" / "metrics.png").exists()
 
 
-@pytest.mark.slow
-def test_evaluations_go_beside_held_out_rows(main, run_file, tmp_path):  # noqa: F811
-    write_beir(tmp_path / "docs", *corpus(9, 30))
-    main(["--config", run_file(evaluations=[{"type": "retrieval", "path": str(tmp_path / "docs")}], max_steps=1)])
-    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert {"mrr@10", "docs_cosine_mrr@10"} <= report["after"].keys()
-    assert all("eval_loss" in line and "eval_docs_cosine_mrr@10" in line for line in lines_of(tmp_path / "out"))
-
-
 @pytest.mark.parametrize("entry, words", [
     ({"path": "docs", "metric": 1}, 'has no field "metric"'),
     ({"path": "rows.jsonl"}, "rows.jsonl is a file. Retrieval needs a folder"),
