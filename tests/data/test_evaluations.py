@@ -34,15 +34,8 @@ def test_both_layouts_say_the_same(tmp_path):
     assert beir.options.name == "b" and mteb.options.name == "m"
 
 
-def test_a_folder_is_read_whatever_it_is_called(tmp_path, monkeypatch):
+def test_the_texts_of_csv_stay_texts_beside_its_scores(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_lines(tmp_path / "other.jsonl", [{"_id": "9", "text": "not in the folder"}])
-    expected = content(read(write_mteb(tmp_path / "m", *corpus())))
-    write_mteb(tmp_path / "json", *corpus())
-    assert content(read("json", name="m")) == expected
-    write_mteb(tmp_path / "data[1]", *corpus())
-    with pytest.raises(UsageError, match='as a pattern, since "\\["'):
-        read("data[1]", name="m")
     (tmp_path / "rows.csv").write_text("sentence1,sentence2,score,rating\nNA,007,x,1\nnull,b,y,0.5\n")
     given = {"type": "sts", "path": "rows.csv", "columns": {"score": "rating"}}
     (found,) = read_evaluations([given])

@@ -114,12 +114,6 @@ def test_columns_come_in_the_order_of_the_batch_whatever_their_kinds():
     assert list(columns) == list(chunked.row_counts()) == list(batch)
 
 
-def test_columns_with_different_features_do_not_share_a_chunk():
-    batch = {"query": text([3, 2], 16), "image": {"pixel_values": torch.zeros(2, 3, 4, 4)}}
-    tables = lay_out(batch, ChunkLimits(2)).tables
-    assert [table.columns for table in tables] == [["query"], ["image"]]
-
-
 @pytest.mark.parametrize("features, words", [
     ({"input_ids": [[1, 2]]}, "tensors"),
     ({}, "no features"),
