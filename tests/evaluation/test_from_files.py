@@ -10,7 +10,7 @@ from sentence_transformers.util.similarity import SimilarityFunction
 from hf_dist_ext.data import read_evaluations
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.evaluation.encoder import dist_encoder
-from hf_dist_ext.evaluation.evaluators import headlines_of, is_hidden, named, run_evaluators
+from hf_dist_ext.evaluation.evaluators import named, run_evaluators
 from hf_dist_ext.evaluation.from_files import evaluators_of
 from hf_dist_ext.strategies.base import Strategy
 from tests.evaluation import evaluators
@@ -85,19 +85,6 @@ def test_figures_are_those_of_evaluators_made_by_hand(made, tmp_path):
     expected |= retrieval(name="given")(model)
     assert len(expected) > 90 and len(set(expected.values())) > 50
     assert found == pytest.approx({f"eval_{name}": value for name, value in expected.items()}, abs=1e-5)
-
-
-def test_a_report_shows_the_main_figures(made):
-    model = loaded(made)
-    entries = [{"type": "retrieval", "name": "c", "path": str(made / "corpus")}, entry(made, "sts", name="s")]
-    given = evaluators_of(read_evaluations(entries), model, COLUMNS, PROMPTS, batch_size=8)
-    figures = named(run_evaluators(given, dist_encoder(model, model, Strategy(), "cpu")), "eval")
-    main = [f"c_cosine_{name}" for name in ("recall@10", "ndcg@10", "mrr@10", "map@100")]
-    main.append("s_spearman_cosine")
-    assert headlines_of(given) == main
-    shown = [name for name in figures if not is_hidden(name.removeprefix("eval_"), given)]
-    assert sorted(shown) == sorted(f"eval_{name}" for name in main)
-    assert not is_hidden("mrr@10", given) and is_hidden("sequential_score", given)
 
 
 def test_token_vectors_are_compared_by_maxsim(made):
