@@ -81,11 +81,6 @@ def test_a_corpus_may_be_pictures(tmp_path):
     assert data.queries == {"q": "red"} and data.relevant == {"q": {"1"}} and data.corpus_ids == ["0", "1", "2"]
 
 
-def spoiled(folder, change) -> None:
-    write_beir(folder, *corpus())
-    change(folder)
-
-
 def append(name: str, row) -> object:
     def change(folder) -> None:
         with open(folder / name, "a") as file:
@@ -119,7 +114,7 @@ def latin(name: str) -> object:
      'queries have no text, such as "q1"'),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(change, words, tmp_path):
-    spoiled(tmp_path, change)
+    change(write_beir(tmp_path, *corpus()))
     with pytest.raises(UsageError, match=words):
         read(tmp_path)
 

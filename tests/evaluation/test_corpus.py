@@ -29,7 +29,7 @@ from tests.retrieval_data import PROMPTS, corpus, save_model, texts, write_beir,
 KS = dict(accuracy_at_k=[1, 5], precision_recall_at_k=[3, 10], mrr_at_k=[3, 10], ndcg_at_k=[5, 10], map_at_k=[7, 100])
 
 
-def trainer(folder: Path, evaluations: list[dict], model: Path, rows=None, callbacks=(), **more) -> DistTrainer:
+def trainer(folder: Path, evaluations: list[dict], model: Path, callbacks=(), **more) -> DistTrainer:
     args = DistTrainingArguments(
         output_dir=str(folder), report_to=[], disable_tqdm=True, use_cpu=True, per_device_train_batch_size=4,
         prompts=PROMPTS,
@@ -43,7 +43,7 @@ def trainer(folder: Path, evaluations: list[dict], model: Path, rows=None, callb
     return DistTrainer(
         model, args, loss=InfoNCELoss(0.05, normalize=similarity == "cosine"), train_dataset=Dataset.from_list(pairs),
         evaluator=evaluators_of(*given, batch_size=args.per_device_eval_batch_size, similarity=similarity),
-        eval_dataset=rows, callbacks=list(callbacks),
+        callbacks=list(callbacks),
     )  # fmt: skip
 
 

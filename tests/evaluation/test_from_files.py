@@ -42,8 +42,8 @@ def loaded(made) -> SentenceTransformer:
     return SentenceTransformer(str(made / "model"), device="cpu")
 
 
-def evaluated(entries: list[dict], model, **more) -> dict[str, float]:
-    given = evaluators_of(read_evaluations(entries), model, COLUMNS, PROMPTS, batch_size=8, **more)
+def evaluated(entries: list[dict], model) -> dict[str, float]:
+    given = evaluators_of(read_evaluations(entries), model, COLUMNS, PROMPTS, batch_size=8)
     figures = run_evaluators(given, dist_encoder(model, model, Strategy(), "cpu"))
     known = [name for one in given for name in one.figure_names or ()]
     assert set(known) <= figures.keys() and len(set(known)) == len(known)
