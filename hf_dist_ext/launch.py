@@ -213,8 +213,12 @@ def _refuse_impossible(run: Run, kind: str, fsdp_version: int, devices: int, wha
 
 
 def _refuse_unread(run: Run, kind: str, devices: int) -> None:
-    """What every process would refuse, in `hf-dist config` too. A pipeline has rules of its own."""
-    for one in () if _pipeline_size(run) > 1 else run.stages or [run]:
+    """What every process would refuse, in `hf-dist config` too. A pipeline refuses more when it is made."""
+    if _pipeline_size(run) > 1:
+        for one in run.stages or [run]:
+            compatibility.refuse_without_fsdp(one.training, "MULTI_GPU")
+        return
+    for one in run.stages or [run]:
         is_fsdp = kind == "FSDP" or bool(one.training.get("fsdp") and devices)
         is_ddp = is_fsdp and one.training.get("sharding") == "NO_SHARD"
         compatibility.refuse_without_fsdp(one.training, "FSDP" if is_fsdp else kind)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,10 @@ def read_evaluations(entries: Sequence[Mapping[str, Any]] | None) -> list[Any]:
 
 def _named(options: Evaluation) -> RetrievalData | RowsData:
     try:
-        return read_retrieval(options) if isinstance(options, Retrieval) else read_rows(options)
+        if isinstance(options, Retrieval):
+            return read_retrieval(options)
+        assert isinstance(options, RowsEvaluation)
+        return read_rows(options)
     except UsageError as error:
         raise UsageError(f'evaluation "{options.name}": {error}') from None
 
@@ -162,6 +166,12 @@ def _read_beir(folder: Path, split: str | None) -> tuple[dict[str, Dataset], lis
         raise UsageError(f"{path} is not UTF-8 text: {error}.") from None
 
 
+def _finite(score: str) -> float:
+    if not math.isfinite(number := float(score)):
+        raise ValueError(score)
+    return number
+
+
 def _read_qrels(path: Path) -> list[Judgement]:
     """Lines of query, document and score; the first may be a header."""
     found = []
@@ -169,7 +179,7 @@ def _read_qrels(path: Path) -> list[Judgement]:
         for number, line in enumerate(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE), start=1):
             try:
                 query, document, score = line
-                found.append((query, document, float(score)))
+                found.append((query, document, _finite(score)))
             except ValueError:
                 if number == 1 and len(line) == 3:
                     continue

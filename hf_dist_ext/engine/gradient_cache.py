@@ -138,7 +138,8 @@ def cached_step(
         UsageError: nothing that was encoded requires a gradient.
     """
     chunks = batch.chunks()
-    order = _order(chunks, is_frozen, keep_graph, backward_together, last_reaches_all)
+    kinds = [batch.tables[chunk.table].kind for chunk in chunks]
+    order = _order(chunks, kinds, is_frozen, keep_graph, backward_together, last_reaches_all)
     passes = (make_passes or Passes)(batch, chunks, order, encode, backward, phase)
     passes.before_last = before_last
 
@@ -322,6 +323,7 @@ class _Order:
 
 def _order(
     chunks: Sequence[Chunk],
+    kinds: Sequence[int],
     is_frozen: Callable[[Chunk], bool],
     keep_graph: int,
     backward_together: bool,
@@ -334,7 +336,7 @@ def _order(
     trained = sorted({*range(len(chunks))} - {*frozen})
     if not trained:
         refuse_nothing_trains()
-    final = _final_chunks(chunks, trained)[0 if last_reaches_all else -1 :]
+    final = _final_chunks(chunks, kinds, trained)[0 if last_reaches_all else -1 :]
     others = [i for i in trained if i not in final]
     order = [*others, *final]
     encoded, last = [*frozen, *order], final[-1]
@@ -346,16 +348,16 @@ def _order(
     return _Order(encoded, set(kept), [*early, *([i] for i in replayed), final])
 
 
-def _final_chunks(chunks: Sequence[Chunk], trained: Sequence[int]) -> list[int]:
-    """One full-size chunk of every table, with images where there are any: replayed last and back-propagated together,
+def _final_chunks(chunks: Sequence[Chunk], kinds: Sequence[int], trained: Sequence[int]) -> list[int]:
+    """One full-size chunk of every kind, with images where there are any: replayed last and back-propagated together,
     so that the backward which reduces reaches the parameters of every tower and is long enough to hide the reduction.
 
     Rows are sorted, the longest first: a table's first chunk is replayed early, since what does not fit shall fail
     before anything is reduced, and its last one may be small. So it is the second, and the first of two.
     """
     final = []
-    for table in sorted({chunks[i].table for i in trained}):
-        own = [i for i in trained if chunks[i].table == table]
+    for kind in sorted({kinds[i] for i in trained}):
+        own = [i for i in trained if kinds[i] == kind]
         own = [i for i in own if chunks[i].has_vision] or own
         final.append(own[1] if len(own) > 2 else own[0])
     return final

@@ -67,6 +67,7 @@ def lay_out(
     tables = [
         _make_table(
             part,
+            kind=kind,
             column=None if shares_tower else part[0].name,
             pad_values=pad_values or {},
             can_trim=can_trim and part[0].can_trim,
@@ -74,7 +75,7 @@ def lay_out(
             sort=sort,
             packs=limits.packs,
         )
-        for group in groups
+        for kind, group in enumerate(groups)
         for part in _unmixed(group, can_trim, can_shift)
     ]
     return ChunkedBatch(tables, limits, batch)
@@ -114,6 +115,7 @@ def _unmixed(columns: list[Column], can_trim: bool, can_shift: bool) -> list[lis
 def _make_table(
     columns: list[Column],
     *,
+    kind: int,
     column: str | None,
     pad_values: Mapping[str, int],
     can_trim: bool,
@@ -148,6 +150,7 @@ def _make_table(
     if "position_ids" not in features and "attention_mask" in features:
         positions = "mask" if counts_from_mask and has_left_padding else "edges" if can_shift else None
     return Table(
+        kind=kind,
         columns=[c.name for c in columns],
         places=[c.place for c in columns],
         row_counts=row_counts,

@@ -117,7 +117,6 @@ class InfoNCELoss(nn.Module):
         self.normalize = normalize
         self.rows_per_tile = rows_per_tile
         self.candidates_per_tile = candidates_per_tile
-        self.start_temperature = temperature if learnable_temperature else None
         self.fixed_temperature = None if learnable_temperature else temperature
         # One element, not zero dimensions: FSDP cannot shard a 0-D parameter.
         start = torch.tensor([-math.log(temperature)], dtype=torch.float32)

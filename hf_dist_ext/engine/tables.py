@@ -91,6 +91,7 @@ class Table:
     """All rows that go through one tower: those without images first, and in each half the longest first (what does
     not fit fails first)."""
 
+    kind: int  # of the rows: tables of one kind reach the same parameters
     columns: list[str]
     places: list[int]  # of the columns in the batch
     row_counts: list[int]

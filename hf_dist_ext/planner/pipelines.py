@@ -30,7 +30,7 @@ MOST_PARTS = 8  # devices that share layers; more do not pay even inside a machi
 # As strategies/pipeline/options.py refuses them.
 NOT_IN_PIPELINES = (
     "fp16", "torch_compile", "gradient_cache_keep_graph", "frozen_feature_cache", "save_async", *policy.DDP_FIELDS,
-    "bf16_full_eval", "fp16_full_eval", "neftune_noise_alpha", "use_liger_kernel", *policy.FSDP_FIELDS[1:],
+    "bf16_full_eval", "fp16_full_eval", "neftune_noise_alpha", "use_liger_kernel", *policy.FSDP_FIELDS,
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def why_none(work: Workload) -> str:
         return f"a pipeline can not be made of {work.config['model_type']}"
     if not work.is_embedding:
         return "a pipeline needs a loss over embeddings"
-    alien = next((name for name in NOT_IN_PIPELINES if work.given.get(name) not in (None, False, 0)), "")
+    alien = next((name for name in NOT_IN_PIPELINES if work.given.get(name) not in (None, False, 0, "NO_SHARD")), "")
     return f"a pipeline does not go with {alien}" if alien else ""
 
 

@@ -44,6 +44,8 @@ def check_rules(run: Run) -> None:
                 f"{name}={show(given[name])} has no effect without {other}. Set that too, or remove {name}."
             )
     useless = [name for name in CONTRASTIVE_FIELDS if given.get(name) not in (None, False)]
+    if given.get("pipeline_parallel_size") == 1:  # no pipeline
+        useless.remove("pipeline_parallel_size")
     if config.loss is None and useless:
         raise UsageError(
             f"{useless[0]}={show(given[useless[0]])} needs a loss over embeddings, but loss is null. "

@@ -116,8 +116,7 @@ class Strategy:
 
     def check(self, has_loss_parameters: bool, is_automatic: bool) -> None:
         """UsageError for what can not be exact with a loss over embeddings. `has_loss_parameters`: the loss trains
-        some of its own; `is_automatic`: the size
-        of chunks, or the number of kept graphs."""
+        some of its own; `is_automatic`: the size of chunks, or the number of kept graphs."""
 
     def arrange(self, optimizer: torch.optim.Optimizer) -> None:
         """When Trainer has made it: gives all ranks groups of parameters that mean the same."""

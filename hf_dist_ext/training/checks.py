@@ -68,7 +68,7 @@ def refuse_objects(model: Any, loss: Any, named: Mapping[str, Any]) -> None:
 def refuse_without_loss(args: Any) -> None:
     """What only a loss over embeddings reads."""
     given = [name for name in LOSS_FIELDS if getattr(args, name)]
-    if given:
+    if given and (given != ["pipeline_parallel_size"] or args.pipeline_parallel_size > 1):
         raise UsageError(
             f"{given[0]}={getattr(args, given[0])!r} needs a loss over embeddings, and DistTrainer has none. Give "
             f"loss=InfoNCELoss(), or remove {given[0]}."
@@ -149,12 +149,27 @@ def check(run: Any) -> None:
         _find_word_embeddings(model, args)
         let_ask(loss, model)
         _check_columns(loss, run.data_collator)
+        if run.options.max_bad_rows:
+            _check_copies(loss)
     if run.eval_dataset is not None:
         if run.evaluator is not None:
             evaluators.check(run.evaluator, model, is_due=args.eval_strategy != "no" or args.eval_on_start)
         paired = metrics.names_of_paired(run.eval_dataset, run.compute_metrics)
         if paired is not None:
             evaluators.check_best_metric(args.metric_for_best_model, run.evaluator, paired)
+
+
+def _check_copies(loss: Any) -> None:
+    """`max_bad_rows` puts a copy of another row of its batch in a bad row's place. A loss that compares rows has to
+    mask the copy, which else is a wrong answer to the row that it repeats."""
+    for part in loss.modules() if isinstance(loss, nn.Module) else [loss]:
+        compares = getattr(part, "in_batch_negatives", hasattr(part, "mask_false_negatives"))
+        if compares and not getattr(part, "mask_false_negatives", False):
+            raise UsageError(
+                "max_bad_rows puts another row of the batch in the place of one that cannot be read, and this loss "
+                'does not mask rows that stand in a batch twice. Remove max_bad_rows, or use "loss": "infonce" with '
+                "mask_false_negatives."
+            )
 
 
 def _check_what_is_read(args: Any, loader: Any, strategy: Strategy, has_optimizer: bool, has_loss: bool) -> None:

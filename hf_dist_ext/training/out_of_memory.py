@@ -150,7 +150,9 @@ class FittingSizes:
     def _smallest_stored(self, sizes: Reductions) -> Reductions:
         """These, or what the same fields have stored, by another rank too."""
         stored = self._read()
-        return sizes.smallest(Reductions(**stored["sizes"])) if stored.get("given") == self.given else sizes
+        if stored.get("given") != self.given or stored["sizes"].keys() != asdict(sizes).keys():  # of an older release
+            return sizes
+        return sizes.smallest(Reductions(**stored["sizes"]))
 
     def _store(self, sizes: Reductions, cause: str) -> None:
         sizes = asdict(self._smallest_stored(sizes))

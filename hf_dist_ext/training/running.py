@@ -6,11 +6,9 @@ strategy. So a part keeps the trainer as a `Running` and reads what it needs whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from hf_dist_ext.checkpoints.keeper import Keeper
@@ -43,9 +41,6 @@ class Running(Protocol):
     @property
     def bare_model(self) -> nn.Module: ...
 
-    @property
-    def compute_loss(self) -> Callable[..., Any]: ...
-
     def progress(self) -> tuple[int, int]: ...
 
     def rows_of_micro_batch(self) -> tuple[int, int]: ...
@@ -54,8 +49,4 @@ class Running(Protocol):
 
     def precision(self) -> AbstractContextManager: ...
 
-    def compute_loss_context_manager(self) -> AbstractContextManager: ...
-
     def _prepare_inputs(self, inputs: Any) -> Any: ...
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any: ...

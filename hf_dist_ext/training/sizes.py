@@ -62,7 +62,7 @@ class Layout(NamedTuple):
         chunks = self.chunked.chunks()
         return {
             "num_kept": min(self.num_kept, len(chunks) - 1),
-            "can_halve": any(chunk.num_rows > 1 for chunk in chunks),
+            "can_halve": self.wide is not None or any(chunk.num_rows > 1 for chunk in chunks),
         }
 
     def loss_bytes(self, loss: Any, size: RowSize) -> int:

@@ -709,7 +709,7 @@ class DistTrainer(Trainer):
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         given, folder = token or self.args.hub_token, self.args.output_dir
-        later = upload_command(folder, self.args.hub_model_id)
+        later = upload_command(str(folder), self.args.hub_model_id)
         remedy = f"Or train without push_to_hub, and push the folder when the hub can be reached: {later}"
         is_asked = self.has_own_arguments and self.is_world_process_zero()
         with hub.reached("push_to_hub=true", remedy, given) if is_asked else nullcontext():

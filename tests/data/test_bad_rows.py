@@ -9,9 +9,11 @@ import torch
 from hf_dist_ext.data.bad_rows import BatchMaker
 from hf_dist_ext.data.mixture import RowNumbers
 from hf_dist_ext.data.sentence_collator import ContrastiveCollator
+from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 from tests.training.test_nonfinite import rows as regression_rows
@@ -23,7 +25,7 @@ def pairs(bad: dict[int, str | None]) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
-def trainer(folder, dataset, **more) -> DistTrainer:
+def trainer(folder, dataset, loss=None, **more) -> DistTrainer:
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
     args = DistTrainingArguments(
@@ -33,7 +35,7 @@ def trainer(folder, dataset, **more) -> DistTrainer:
     )  # fmt: skip
     return DistTrainer(
         model=embedding_model(model_config("bert")), args=args, train_dataset=dataset, processing_class=tokenizer,
-        data_collator=ContrastiveCollator(tokenizer, ["query", "positive"]), loss=InfoNCELoss(),
+        data_collator=ContrastiveCollator(tokenizer, ["query", "positive"]), loss=loss or InfoNCELoss(),
     )  # fmt: skip
 
 
@@ -88,6 +90,18 @@ def test_a_copy_is_no_negative_of_the_row_that_it_repeats():
     scores = rows["query"] @ rows["positive"].T
     assert masked.isfinite() and scores[0, 0] == scores[0, 3]
     assert masked != InfoNCELoss(mask_false_negatives=False)(rows, rows, 0, given).loss
+
+
+@pytest.mark.parametrize("make", [
+    lambda: InfoNCELoss(mask_false_negatives=False),
+    lambda: SentenceTransformersLoss("MultipleNegativesRankingLoss", 32),
+    lambda: SumOfLosses({"a": InfoNCELoss(), "b": SentenceTransformersLoss("MultipleNegativesRankingLoss", 32)}),
+])  # fmt: skip
+def test_a_loss_that_masks_no_copy_replaces_no_row(tmp_path, make):
+    loss = make()
+    with pytest.raises(UsageError, match="max_bad_rows .* does not mask"):
+        trainer(tmp_path, pairs({}), max_bad_rows=1, loss=loss)
+    trainer(tmp_path, pairs({}), max_bad_rows=1, loss=SentenceTransformersLoss("CoSENTLoss", 32))
 
 
 def test_where_no_row_of_a_batch_is_good_the_error_is_raised_as_it_is():

@@ -3,6 +3,7 @@ processes, the chunks and the batches."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,7 +212,8 @@ def test_a_corpus_of_pictures_is_decoded_part_by_part(tmp_path):
     given = read_evaluations([{"type": "retrieval", "path": str(folder), "corpus_chunk_size": 16}])
 
     class Encoder:
-        similarity_fn_name, model_card_data = "cosine", None
+        similarity_fn_name = "cosine"
+        model_card_data = SimpleNamespace(set_evaluation_metrics=lambda *figures: None)
         get_embedding_dimension = staticmethod(lambda: 2)
         encode_query = staticmethod(lambda rows, **options: torch.tensor([[0.0, 1.0]] * len(rows)))
 

@@ -318,7 +318,7 @@ def test_a_row_that_can_not_be_read_is_named_or_replaced_while_features_are_comp
             sentence_run(tmp_path, torn, MultipleNegativesRankingLoss, dataloader_num_workers=workers)
     weights, options = [], {"max_bad_rows": 1, "per_device_eval_batch_size": 12}  # all rows are of one batch
     for cache in (False, True):
-        trainer = sentence_run(tmp_path, torn, MultipleNegativesRankingLoss, cache, **options)
+        trainer = sentence_run(tmp_path, torn, lambda model: InfoNCELoss(), cache, **options)
         weights.append(trainer.model[3].linear.weight)
         assert trainer.health.bad_rows.count == 1
     assert torch.allclose(*weights, atol=1e-10)

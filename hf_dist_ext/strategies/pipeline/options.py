@@ -92,8 +92,9 @@ def _check_rest(args: Any) -> None:
         "FSDP": bool(args.fsdp) or launched.uses_fsdp(),
         "parallelism_config in the arguments": getattr(args, "parallelism_config", None) is not None,
     }
+    of_fsdp = {name: getattr(args, name) for name in policy.FSDP_FIELDS}
     refused |= (
-        {f"{name}={getattr(args, name)!r}": getattr(args, name) is not None for name in policy.FSDP_FIELDS}
+        {f"{name}={value!r}": value not in (None, "NO_SHARD") for name, value in of_fsdp.items()}
         | {f"{name}={value!r}": bool(value) for name in policy.DDP_FIELDS for value in [getattr(args, name, None)]}
         | {
             f"{name}_size above 1 in the parallelism_config": launched.mesh_size(name) > 1
