@@ -20,8 +20,8 @@ from tests.training.test_nonfinite import rows as regression_rows
 from tests.training.test_nonfinite import train as train_regression
 
 
-def pairs(bad: dict[int, str | None], count: int = 24) -> datasets.Dataset:
-    rows = [{"query": f"{WORDS[i % 9]} {i}", "positive": bad.get(i, f"{WORDS[i % 7]} read {i}")} for i in range(count)]
+def pairs(bad: dict[int, str | None]) -> datasets.Dataset:
+    rows = [{"query": f"{WORDS[i % 9]} {i}", "positive": bad.get(i, f"{WORDS[i % 7]} read {i}")} for i in range(24)]
     return datasets.Dataset.from_list(rows)
 
 
@@ -181,9 +181,9 @@ def test_a_bad_row_of_a_stream_is_replaced_by_one_of_its_batch_or_shown():
         maker(collator(), None, can_replace=False)(list(pairs({9: None}))[8:16])
 
 
-def triplets(few: tuple[int, ...], count: int = 24) -> datasets.Dataset:
-    negatives = [["read", "list"][: 1 if i in few else 2] for i in range(count)]
-    return pairs({}, count).add_column("negative", negatives)
+def triplets(few: tuple[int, ...]) -> datasets.Dataset:
+    negatives = [["read", "list"][: 1 if i in few else 2] for i in range(24)]
+    return pairs({}).add_column("negative", negatives)
 
 
 def test_a_row_with_fewer_negatives_than_others_is_a_bad_row():

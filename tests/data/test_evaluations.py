@@ -34,15 +34,8 @@ def test_both_layouts_say_the_same(tmp_path):
     assert beir.options.name == "b" and mteb.options.name == "m"
 
 
-def test_a_folder_is_read_whatever_it_is_called(tmp_path, monkeypatch):
+def test_the_texts_of_csv_stay_texts_beside_its_scores(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_lines(tmp_path / "other.jsonl", [{"_id": "9", "text": "not in the folder"}])
-    expected = content(read(write_mteb(tmp_path / "m", *corpus())))
-    write_mteb(tmp_path / "json", *corpus())
-    assert content(read("json", name="m")) == expected
-    write_mteb(tmp_path / "data[1]", *corpus())
-    with pytest.raises(UsageError, match='as a pattern, since "\\["'):
-        read("data[1]", name="m")
     (tmp_path / "rows.csv").write_text("sentence1,sentence2,score,rating\nNA,007,x,1\nnull,b,y,0.5\n")
     given = {"type": "sts", "path": "rows.csv", "columns": {"score": "rating"}}
     (found,) = read_evaluations([given])
@@ -88,11 +81,6 @@ def test_a_corpus_may_be_pictures(tmp_path):
     assert data.queries == {"q": "red"} and data.relevant == {"q": {"1"}} and data.corpus_ids == ["0", "1", "2"]
 
 
-def spoiled(folder, change) -> None:
-    write_beir(folder, *corpus())
-    change(folder)
-
-
 def append(name: str, row) -> object:
     def change(folder) -> None:
         with open(folder / name, "a") as file:
@@ -126,7 +114,7 @@ def latin(name: str) -> object:
      'queries have no text, such as "q1"'),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(change, words, tmp_path):
-    spoiled(tmp_path, change)
+    change(write_beir(tmp_path, *corpus()))
     with pytest.raises(UsageError, match=words):
         read(tmp_path)
 

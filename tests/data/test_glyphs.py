@@ -130,7 +130,7 @@ def run_file(tmp_path, splits, monkeypatch):
     return write
 
 
-def test_two_updates_train_both_towers_and_the_folder_draws_a_sheet(run_file, tmp_path, splits, monkeypatch, capsys):
+def test_two_updates_train_both_towers_and_the_folder_reads_names(run_file, tmp_path, splits):
     main(run_file(max_steps=2, per_device_train_batch_size=16, max_eval_samples=40, warmup_steps=0, logging_steps=1))
     report = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert report["contrastive_batch_size"] == 16 and report["trained_share"] == 1.0

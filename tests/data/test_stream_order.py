@@ -91,7 +91,7 @@ def test_loader_workers_do_not_change_the_order(whole, kind):
     assert goes_on((folder, order), kind, 4)
 
 
-def logged_stream(log, shards=8, rows=10, features=None) -> datasets.IterableDataset:
+def logged_stream(log, rows=10) -> datasets.IterableDataset:
     """A generator that writes down every row that is read, in whichever process."""
 
     def generate(shards):
@@ -101,7 +101,7 @@ def logged_stream(log, shards=8, rows=10, features=None) -> datasets.IterableDat
                     file.write(f"{rows * shard + i}\n")
                 yield {"x": [float(rows * shard + i)]}
 
-    return datasets.IterableDataset.from_generator(generate, gen_kwargs={"shards": list(range(shards))})
+    return datasets.IterableDataset.from_generator(generate, gen_kwargs={"shards": list(range(8))})
 
 
 def read_rows(log) -> list[int]:

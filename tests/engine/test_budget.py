@@ -356,19 +356,6 @@ def test_a_wider_first_pass_calls_the_model_less_and_changes_no_gradient():
     torch.set_default_dtype(torch.float32)
 
 
-def test_a_wider_first_pass_is_given_up_when_the_model_draws_random_numbers():
-    torch.manual_seed(0)
-    model, data = Encoder(dropout=0.5).train(), batch(30)
-    state = torch.get_rng_state()
-    chunked = lay_out(data, ChunkLimits(max_rows=5))
-    step = run(model, chunked, wide=widened(chunked, 4))
-    found = gradients_of(model)
-    model.zero_grad()
-    torch.set_rng_state(state)
-    run(model, chunked)
-    assert step.drew_randomness and torch.equal(found, gradients_of(model))
-
-
 def test_a_large_first_step_is_measured_on_single_chunks_before_it(tmp_path):
     """And its updates are those of chunks that were given."""
     many = dict(per_device_train_batch_size=600, num_rows=600, max_steps=2)

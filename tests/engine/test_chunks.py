@@ -1,4 +1,4 @@
-"""Chunks hold every row once, fit their limits, and go back to the batch's order. Images: test_image_features.py."""
+"""Chunks hold every row once, fit their limits, and go back to the batch's order. Images: test_images.py."""
 
 from types import SimpleNamespace
 
@@ -25,39 +25,6 @@ def batch():
     generator = torch.Generator().manual_seed(0)
     draw = lambda n, width: torch.randint(1, width + 1, (n,), generator=generator).tolist()  # noqa: E731
     return {"query": text(draw(13, 7), 7), "positive": text(draw(13, 40), 40), "negative": text(draw(29, 25), 25)}
-
-
-def row_signatures(chunked):
-    return [
-        tuple(row.tolist())
-        for chunk in chunked.chunks()
-        for row in chunk.features["attention_mask"].sum(1, keepdim=True)
-    ]
-
-
-@pytest.mark.parametrize("limits", [
-    ChunkLimits(4), ChunkLimits(None, 100), ChunkLimits(6, 100), ChunkLimits(None, None), ChunkLimits(1)
-])  # fmt: skip
-def test_every_row_once_within_the_limits(batch, limits):
-    chunked = lay_out(batch, limits)
-    lengths = sorted(int(v) for features in batch.values() for v in features["attention_mask"].sum(1))
-    assert sorted(row[0] for row in row_signatures(chunked)) == lengths
-    for chunk in chunked.chunks():
-        rows, width = chunk.features["input_ids"].shape
-        assert limits.max_rows is None or rows <= limits.max_rows
-        assert limits.max_tokens is None or rows == 1 or rows * width <= limits.max_tokens
-        assert width % 8 == 0 or width == 40
-
-
-def test_columns_come_back_in_the_order_of_the_batch(batch):
-    chunked = lay_out(batch, ChunkLimits(4))
-    chunks = chunked.chunks()
-    outputs = [torch.stack([c.features["attention_mask"].sum(1).double()], dim=1) for c in chunks]
-    columns = chunked.to_columns(outputs, chunks)
-    for name, features in batch.items():
-        assert torch.equal(columns[name][:, 0], features["attention_mask"].sum(1).double())
-    for part, output in zip(chunked.to_chunks(columns, chunks), outputs, strict=True):
-        assert torch.equal(part, output)
 
 
 def test_sorting_computes_fewer_tokens_than_trimming_neighbours(batch):
@@ -111,13 +78,6 @@ def test_siglip_text_keeps_its_width_and_mixes_with_no_other(model_type):
     assert [chunk.features["input_ids"].shape[1] for chunk in one_tower] == [16, 8, 8]
 
 
-def test_idle_chunks_repeat_the_cheapest_row():
-    chunked = lay_out({"query": text([30, 2], 32), "positive": text([20, 9], 32)}, ChunkLimits(1))
-    chunked.agree([5])
-    assert chunked.chunks()[-1].is_idle
-    assert chunked.chunks()[-1].features["input_ids"].shape == (1, 8)
-
-
 def test_real_tokens_are_counted_without_left_padding():
     batch = {"query": text([3, 2], 16, on_left=True), "positive": text([5, 1], 16, on_left=True)}
     assert lay_out(batch, ChunkLimits(1)).count_tokens() == (11, 64)
@@ -152,12 +112,6 @@ def test_columns_come_in_the_order_of_the_batch_whatever_their_kinds():
     chunks = chunked.chunks()
     columns = chunked.to_columns([torch.zeros(1, 4) for _ in chunks], chunks)
     assert list(columns) == list(chunked.row_counts()) == list(batch)
-
-
-def test_columns_with_different_features_do_not_share_a_chunk():
-    batch = {"query": text([3, 2], 16), "image": {"pixel_values": torch.zeros(2, 3, 4, 4)}}
-    tables = lay_out(batch, ChunkLimits(2)).tables
-    assert [table.columns for table in tables] == [["query"], ["image"]]
 
 
 @pytest.mark.parametrize("features, words", [

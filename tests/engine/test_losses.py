@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_dist_ext import policy
 from hf_dist_ext.engine.false_negatives import RowIds
-from hf_dist_ext.engine.losses import InfoNCELoss, LossOutput
+from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 
 TEMPERATURE = 0.05
@@ -354,15 +354,6 @@ def test_normalize_off_scores_dot_products():
         assert_close(found, wanted)
 
 
-def test_normalizing_twice_changes_nothing():
-    columns = make_columns()
-    once = InfoNCELoss(TEMPERATURE)(columns).loss
-    twice = InfoNCELoss(TEMPERATURE)({name: normalize(c, dim=1) for name, c in columns.items()}).loss
-    assert_close(twice, once)
-    for found, wanted in zip(gradients(twice, *columns.values()), gradients(once, *columns.values()), strict=True):
-        assert_close(found, wanted)
-
-
 # The embeddings are rounded before either side reads them, so what is left is float32 arithmetic on logits up to 20
 # (eps 6e-8 x 20, a few roundings) and the rounding of the result to the embeddings' dtype (eps / 2).
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -559,14 +550,6 @@ def test_accuracy_counts_strict_wins_among_unmasked_candidates():
     assert InfoNCELoss()({"query": query, "positive": positive}, ids=ids).metrics["accuracy"] == 1.0
     tied = InfoNCELoss()({"query": query, "positive": torch.eye(4)[[0, 1, 2, 2]]})
     assert tied.metrics["accuracy"] == 0.5  # row 2 ties with row 3's positive: no strict win; row 3 misses
-
-
-def test_any_callable_of_the_signature_is_a_loss():
-    output = InfoNCELoss()(make_columns(rows=3))
-    assert isinstance(output, LossOutput) and output.loss.ndim == 0
-    assert set(output.metrics) == {"accuracy", "masked_share", "positive_similarity", "temperature"}
-    assert all(value.ndim == 0 for value in output.metrics.values())
-    assert InfoNCELoss(cross_device_negatives=False).cross_device_negatives is False
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,9 @@ def test_every_row_arrives_whole_and_at_the_positions_it_had(limits, on_left, so
     found = {}
     for chunk in chunked.chunks():
         assert {value.shape[0] for value in chunk.features.values()} == {chunk.num_rows}
-        assert chunk.features["input_ids"].shape[1] == chunk.width
+        assert chunk.features["input_ids"].shape[1] == chunk.width and chunk.width % 8 == 0
+        assert limits.max_rows is None or chunk.num_rows <= limits.max_rows
+        assert limits.max_tokens is None or chunk.num_rows == 1 or chunk.num_rows * chunk.width <= limits.max_tokens
         rows = rows_of(chunk.features)
         assert not rows.keys() & found.keys()
         found |= rows
@@ -72,6 +74,7 @@ def test_an_idle_chunk_is_the_shortest_row_wherever_its_column_stands():
     idle = [chunk for chunk in chunked.chunks() if chunk.is_idle]
     assert len(idle) == 2
     assert all(int(chunk.features["attention_mask"].sum()) == shortest for chunk in idle)
+    assert all(chunk.features["input_ids"].shape == (1, 8) for chunk in idle)
 
 
 def test_a_chunks_features_are_freed_with_it():

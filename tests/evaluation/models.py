@@ -29,8 +29,8 @@ def sentence_transformer(**config) -> SentenceTransformer:
     return SentenceTransformer(modules=modules, device="cpu", prompts=PROMPTS).double()
 
 
-def multi_vector_encoder(**config) -> MultiVectorEncoder:
-    modules = [transformer(**config)]
+def multi_vector_encoder() -> MultiVectorEncoder:
+    modules = [transformer()]
     torch.manual_seed(1)
     modules.append(
         Dense(modules[0].get_embedding_dimension(), 16, bias=False, activation_function=torch.nn.Identity(),

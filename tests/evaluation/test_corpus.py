@@ -30,7 +30,7 @@ from tests.retrieval_data import PROMPTS, corpus, save_model, texts, write_beir,
 KS = dict(accuracy_at_k=[1, 5], precision_recall_at_k=[3, 10], mrr_at_k=[3, 10], ndcg_at_k=[5, 10], map_at_k=[7, 100])
 
 
-def trainer(folder: Path, evaluations: list[dict], model: Path, rows=None, callbacks=(), **more) -> DistTrainer:
+def trainer(folder: Path, evaluations: list[dict], model: Path, callbacks=(), **more) -> DistTrainer:
     args = DistTrainingArguments(
         output_dir=str(folder), report_to=[], disable_tqdm=True, use_cpu=True, per_device_train_batch_size=4,
         prompts=PROMPTS,
@@ -44,7 +44,7 @@ def trainer(folder: Path, evaluations: list[dict], model: Path, rows=None, callb
     return DistTrainer(
         model, args, loss=InfoNCELoss(0.05, normalize=similarity == "cosine"), train_dataset=Dataset.from_list(pairs),
         evaluator=evaluators_of(*given, batch_size=args.per_device_eval_batch_size, similarity=similarity),
-        eval_dataset=rows, callbacks=list(callbacks),
+        callbacks=list(callbacks),
     )  # fmt: skip
 
 
@@ -134,34 +134,7 @@ def test_figures_are_those_of_one_process(mode, model, more, made, tmp_path):
         assert figures(found, name) == pytest.approx(expected, abs=1e-6)
 
 
-def test_prompts_and_columns_can_be_chosen(made, tmp_path):
-    """The queries as documents and the other way round is what the same model says of swapped prompts."""
-    base = {"type": "retrieval", "path": str(made / "corpus")}
-    found = trainer(tmp_path, [
-        {"name": "as-is", **base},
-        {"name": "swapped", **base, "query_column": "positive", "corpus_column": "query"},
-        {"name": "given", **base, "query_prompt": PROMPTS["positive"], "corpus_prompt": PROMPTS["query"]},
-    ], made / "cosine").evaluate()  # fmt: skip
-    assert figures(found, "swapped") == pytest.approx(figures(found, "given"), abs=1e-9)
-    assert figures(found, "swapped") != pytest.approx(figures(found, "as-is"), abs=1e-3)
-
-
 # ---- in a run ----
-
-
-def test_evaluations_change_nothing_in_training(made, tmp_path):
-    """Losses are the same with them and without, held-out rows are evaluated beside them, and each once per time."""
-    losses = []
-    for name, evaluations in (("with", [{"type": "retrieval", "path": str(made / "corpus")}]), ("without", [])):
-        rows = Dataset.from_list([{"query": a, "positive": b} for a, b in zip(texts(6, 7), texts(6, 8), strict=True)])
-        more = dict(max_steps=4, logging_steps=1, save_strategy="no", eval_strategy="steps", eval_steps=1)
-        of = trainer(tmp_path / name, evaluations, made / "cosine", rows, learning_rate=1e-2, **more)
-        of.train()
-        losses.append([line["loss"] for line in of.state.log_history if "loss" in line])
-        lines = [line for line in of.state.log_history if "eval_mrr@10" in line]
-        assert len(lines) == 4 and all("eval_loss" in line for line in lines)
-        assert all(("eval_corpus_cosine_ndcg@10" in line) == bool(evaluations) for line in lines)
-    assert len(set(losses[0])) == 4 and losses[0] == losses[1]
 
 
 class Steps(TrainerCallback):

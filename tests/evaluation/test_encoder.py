@@ -76,18 +76,6 @@ def test_every_rank_runs_a_share_of_the_rows_in_equally_many_batches(tmp_path):
     assert on_all_ranks("ddp-3", tmp_path, partial(count, model)) == [[4, 1]] * 3
 
 
-def train_after_an_evaluation(model) -> bool:
-    encoder = encoder_of(model, "fsdp")
-    encoder.encode(texts(5, 1))
-    model(model.preprocess(texts(2, 1)))["sentence_embedding"].sum().backward()
-    return all(parameter.grad is not None for parameter in model[0].model.encoder.parameters())
-
-
-def test_a_model_in_parts_trains_after_an_evaluation(tmp_path):
-    """Tensors that FSDP2 keeps must be no inference tensors, as those of sentence-transformers' `encode` are."""
-    assert all(on_all_ranks("ddp", tmp_path, partial(train_after_an_evaluation, sentence_transformer())))
-
-
 def raw(model) -> str:
     with pytest.raises(UsageError) as raised:
         encoder_of(model, "ddp").encode(texts(3, 0), output_value=None)

@@ -10,7 +10,7 @@ from sentence_transformers.util.similarity import SimilarityFunction
 from hf_dist_ext.data import read_evaluations
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.evaluation.encoder import dist_encoder
-from hf_dist_ext.evaluation.evaluators import headlines_of, is_hidden, named, run_evaluators
+from hf_dist_ext.evaluation.evaluators import named, run_evaluators
 from hf_dist_ext.evaluation.from_files import evaluators_of
 from hf_dist_ext.strategies.base import Strategy
 from tests.evaluation import evaluators
@@ -42,8 +42,8 @@ def loaded(made) -> SentenceTransformer:
     return SentenceTransformer(str(made / "model"), device="cpu")
 
 
-def evaluated(entries: list[dict], model, **more) -> dict[str, float]:
-    given = evaluators_of(read_evaluations(entries), model, COLUMNS, PROMPTS, batch_size=8, **more)
+def evaluated(entries: list[dict], model) -> dict[str, float]:
+    given = evaluators_of(read_evaluations(entries), model, COLUMNS, PROMPTS, batch_size=8)
     figures = run_evaluators(given, dist_encoder(model, model, Strategy(), "cpu"))
     known = [name for one in given for name in one.figure_names or ()]
     assert set(known) <= figures.keys() and len(set(known)) == len(known)
@@ -66,7 +66,8 @@ def test_figures_are_those_of_evaluators_made_by_hand(made, tmp_path):
         entry(made, "sts", name="prompted", prompt=None),
         entry(made, "triplet", name="t", similarity_fn_names=ALL, margin=0.05),
         ranked | {"name": "c", "similarity_fn_names": ALL, "truncate_dim": 5},
-        ranked | {"name": "swapped", "query_column": "positive", "corpus_prompt": ""},
+        ranked | {"name": "swapped", "query_column": "positive", "corpus_column": "query"},
+        ranked | {"name": "given", "query_prompt": PROMPTS["positive"], "corpus_prompt": ""},
     ], model)  # fmt: skip
     model.prompts = {"query": PROMPTS["query"], "document": PROMPTS["positive"]}
     similarity = of_vectors.EmbeddingSimilarityEvaluator
@@ -78,23 +79,12 @@ def test_figures_are_those_of_evaluators_made_by_hand(made, tmp_path):
     scores = {name: SimilarityFunction.to_similarity_fn(name) for name in ALL}
     retrieval = partial(of_vectors.InformationRetrievalEvaluator, queries, documents, right, **off)
     expected |= retrieval(name="c", truncate_dim=5, score_functions=scores)(model)
-    model.prompts = {"query": PROMPTS["positive"], "document": ""}
+    model.prompts = {"query": PROMPTS["positive"], "document": PROMPTS["query"]}
     expected |= retrieval(name="swapped")(model)
+    model.prompts = {"query": PROMPTS["positive"], "document": ""}
+    expected |= retrieval(name="given")(model)
     assert len(expected) > 90 and len(set(expected.values())) > 50
     assert found == pytest.approx({f"eval_{name}": value for name, value in expected.items()}, abs=1e-5)
-
-
-def test_a_report_shows_the_main_figures(made):
-    model = loaded(made)
-    entries = [{"type": "retrieval", "name": "c", "path": str(made / "corpus")}, entry(made, "sts", name="s")]
-    given = evaluators_of(read_evaluations(entries), model, COLUMNS, PROMPTS, batch_size=8)
-    figures = named(run_evaluators(given, dist_encoder(model, model, Strategy(), "cpu")), "eval")
-    main = [f"c_cosine_{name}" for name in ("recall@10", "ndcg@10", "mrr@10", "map@100")]
-    main.append("s_spearman_cosine")
-    assert headlines_of(given) == main
-    shown = [name for name in figures if not is_hidden(name.removeprefix("eval_"), given)]
-    assert sorted(shown) == sorted(f"eval_{name}" for name in main)
-    assert not is_hidden("mrr@10", given) and is_hidden("sequential_score", given)
 
 
 def test_token_vectors_are_compared_by_maxsim(made):

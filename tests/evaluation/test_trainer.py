@@ -72,16 +72,6 @@ def test_a_run_trains_the_same_with_an_evaluator(tmp_path):
     assert not all(map(torch.equal, found[0], sentence_transformer().parameters()))
 
 
-def test_its_figure_chooses_the_best_checkpoint(tmp_path):
-    best = {"metric_for_best_model": "sts_spearman_cosine", "load_best_model_at_end": True}
-    of = trainer(tmp_path, sentence_transformer(), sts(), **best)
-    of.train()
-    figures = [log["eval_sts_spearman_cosine"] for log in of.state.log_history if "eval_sts_spearman_cosine" in log]
-    assert len(figures) == 4 and of.state.best_metric == pytest.approx(max(figures[1:]))
-    with pytest.raises(UsageError, match="begin with eval_sts_"):
-        trainer(tmp_path / "other", sentence_transformer(), sts(), metric_for_best_model="st_spearman_cosine")
-
-
 def test_of_several_datasets_the_evaluator_runs_with_the_first(tmp_path):
     rows = Dataset.from_list([{"query": a, "positive": b} for a, b in zip(texts(8, 7), texts(8, 8), strict=True)])
     of = trainer(tmp_path, sentence_transformer(), sts(), eval_dataset={"one": rows, "two": rows}, max_steps=1)

@@ -35,13 +35,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
 from hf_dist_ext import DistTrainer, DistTrainingArguments  # noqa: E402
-from hf_dist_ext.engine.chunks import Chunk  # noqa: E402
-from hf_dist_ext.engine.gradient_cache import ENCODE, REPLAY, SCORE  # noqa: E402, F401
 from hf_dist_ext.engine.late_interaction import LateInteractionLoss  # noqa: E402
 from hf_dist_ext.engine.losses import InfoNCELoss  # noqa: E402
 from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss  # noqa: E402
 from hf_dist_ext.models.from_run import build  # noqa: E402
-from hf_dist_ext.training.step import EmbeddingStep  # noqa: E402
 from tests.sentence_models import picture_model, pictures, text_model  # noqa: E402
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer  # noqa: E402
 
@@ -130,7 +127,6 @@ class Watch:
         self.trainer, self.device = trainer, device
         self.steps: list[dict] = []
         self.kernels: dict[str, list[int]] = defaultdict(list)  # of this update, by the kind of phase
-        self.seconds: dict[str, list[float]] = defaultdict(list)
         self._fetch, trainer.get_batch_samples = trainer.get_batch_samples, self._begin
         self._phase, trainer.clock.phase = trainer.clock.phase, self._counted
 
@@ -142,19 +138,17 @@ class Watch:
         device, casts = self.device, self.device.casts
         self.steps.append(
             {"reads": dict(device.reads), "copies": dict(device.copies), "casts": max(casts.values(), default=0),
-             "cast": len(casts), "kernels": dict(self.kernels), "launched": device.kernels.total(),
-             "seconds": device.seconds, "products": device.products, "seconds_of": dict(self.seconds)}
+             "cast": len(casts), "kernels": dict(self.kernels)}
         )  # fmt: skip
-        self.kernels, self.seconds = defaultdict(list), defaultdict(list)
+        self.kernels = defaultdict(list)
         device.reset()
 
     @contextmanager
     def _counted(self, phase) -> Iterator[None]:
-        before, seconds = self.device.kernels.total(), self.device.seconds
+        before = self.device.kernels.total()
         with self._phase(phase):
             yield
         self.kernels[phase.kind].append(self.device.kernels.total() - before)
-        self.seconds[phase.kind].append(self.device.seconds - seconds)
 
 
 @contextmanager
@@ -193,13 +187,13 @@ class Reduced(DistributedDataParallel):
         return reduced
 
 
-def run(case: Case, rows: int = ROWS) -> dict:
+def run(case: Case) -> dict:
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.manual_seed(0)
     with launched(case), tempfile.TemporaryDirectory() as folder:
         options = {"gradient_cache_chunk_size": CHUNK, "bf16": True} | case.options
         args = DistTrainingArguments(
-            str(Path(folder, "run")), per_device_train_batch_size=rows, max_steps=2, logging_steps=100, report_to=[],
+            str(Path(folder, "run")), per_device_train_batch_size=ROWS, max_steps=2, logging_steps=100, report_to=[],
             save_strategy="no", disable_tqdm=True, dataloader_num_workers=0, **options,
         )  # fmt: skip
         model = case.model(Path(folder, "model"))
@@ -211,37 +205,6 @@ def run(case: Case, rows: int = ROWS) -> dict:
         watch.end()
         assert len(watch.steps) == 3, "before the first update, and after each"
         return watch.steps[2] | {"packs": trainer.step.sizes.may_pack}
-
-
-@contextmanager
-def chunks_of() -> Iterator[list[tuple[EmbeddingStep, Chunk]]]:
-    """Of the updates inside: every chunk that is encoded, and the step that asks for it."""
-    seen, encode = [], EmbeddingStep._encode
-
-    def remembered(step: EmbeddingStep, model: nn.Module, chunk: Chunk, **more):
-        seen.append((step, chunk))
-        return encode(step, model, chunk, **more)
-
-    with mock.patch.object(EmbeddingStep, "_encode", remembered):
-        yield seen
-
-
-def compiled_costs() -> dict[str, list[dict[str, float]]]:
-    """Of a product, its activation and rows of a table; and of a chunk of a model (compiled.py). Outside of DEVICE."""
-    from tests.fake_cuda import compiled
-
-    with DEVICE:
-        sizes = (8192, 4096), (4096, 6144), (100_000, 6144)
-        rows, weights, table = (torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in sizes)
-        ids = torch.zeros(8192, dtype=torch.long, device="cuda")
-
-    def by_hand():
-        return (rows @ weights).relu() + 1, torch.nn.functional.embedding(ids, table) * 2
-
-    found = {"by hand": compiled.costs_of(DEVICE, by_hand, lambda made: made())}
-    with DEVICE, chunks_of() as seen:
-        run(CASES["qwen3 packed"])
-    return found | {"qwen3 packed": compiled.chunk_costs(DEVICE, *seen[-1])}
 
 
 def mistakes() -> dict:
@@ -271,10 +234,6 @@ def main() -> None:
                 found[name] = run(CASES[name])
             except Exception:
                 found[name] = {"error": traceback.format_exc()}
-    try:
-        found["compiled"] = {} if names else compiled_costs()
-    except Exception:
-        found["compiled"] = {"error": traceback.format_exc()}
     Path(output).write_text(json.dumps(found, indent=1))
     sys.stdout.flush()
     os._exit(0)  # torch's threads would ask a device that is not there to end

@@ -7,7 +7,6 @@ Import this module before torch, in a process of its own, with FAKE_CUDA_LIBRARY
     copies     to the device that make the host wait: from pageable memory, or without non_blocking
     kernels    launched, by name: one for each operator that makes or changes a tensor of the device
     casts      of parameters, by id: copies in another type
-    seconds    that a card needs at least for its kernels, of which `products` for matrix products and attention
 
 An operator that gets tensors of both devices raises the error that CUDA raises. What it can not show: numbers,
 streams, races, the allocator, and what the kernels of a library cost.
@@ -32,30 +31,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E4
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_map_only  # noqa: E402
-from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
-# NVIDIA H200 SXM: dense products in half precision and in TF32, bytes per second; and the share of these that good
-# kernels reach.
-HALF, SINGLE, MEMORY = 989e12 * 0.65, 494e12 * 0.65, 4.8e12 * 0.80
-LAUNCH = 2e-6  # seconds that the smallest kernel takes
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal"}
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh",
              "_unsafe_view", "_reshape_alias", "set_", "resize_", "record_stream"}  # fmt: skip
-PICKS = {"embedding", "index", "index_select"}  # these read as much of their first argument as they make
-
-
-def _of_varlen(query: torch.Tensor, longest: int) -> int:
-    """Of attention over rows end to end, as if each were as long as the longest."""
-    tokens, heads, width = query.shape
-    return 4 * tokens * heads * width * longest
-
-
-# Operators that torch's registry does not know -> their products.
-PRODUCTS: dict[str, Callable[..., int]] = {
-    "_varlen_attn": lambda *given, **more: _of_varlen(given[0], given[5]),
-    "_varlen_attn_backward": lambda *given, **more: 5 * _of_varlen(given[1], given[8]) // 2,
-}
 
 
 class FakeDevice(TorchDispatchMode):
@@ -71,7 +51,6 @@ class FakeDevice(TorchDispatchMode):
         self.reads: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()
-        self.seconds = self.products = 0.0
         self.casts: Counter[int] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -102,7 +81,8 @@ class FakeDevice(TorchDispatchMode):
         if not any(one.is_cuda for one in results or given):
             return tree_map_only(FakeTensor, lambda one: torch.zeros(one.shape, dtype=one.dtype), made)
         if not func.is_view and name not in NO_KERNEL:
-            self._note_kernel(func, name, given, results or given, args, kwargs, made)
+            self.kernels[name] += 1
+            self.drawn += torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs)
         return made
 
     @staticmethod
@@ -121,21 +101,6 @@ class FakeDevice(TorchDispatchMode):
             self.copies[f"{kind} {place()}"] += 1
         elif source.is_cuda and isinstance(source, torch.nn.Parameter) and source.dtype != results[0].dtype:
             self.casts[id(source)] += name == "_to_copy"
-
-    def _note_kernel(
-        self, func: Any, name: str, given: list, results: list, args: tuple, kwargs: dict, made: Any
-    ) -> None:
-        self.kernels[name] += 1
-        self.drawn += torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs)
-        given = [*results, *given[1:]] if name in PICKS else given
-        on_device = [one for one in (*given, *results) if one.is_cuda]
-        seconds = sum(one.numel() * one.element_size() for one in on_device) / MEMORY
-        count = PRODUCTS.get(name) or flop_registry.get(func._overloadpacket)
-        if count is not None:
-            flops = count(*args, **kwargs, out_val=made)
-            seconds = max(seconds, flops / (HALF if results[0].dtype.itemsize == 2 else SINGLE))
-            self.products += max(seconds, LAUNCH)
-        self.seconds += max(seconds, LAUNCH)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -1,5 +1,5 @@
 """What a run file names becomes a model of sentence-transformers: the one that its folder says, or one that embeds as
-five plain lines do; with names by which a run file calls its parts."""
+five plain lines do."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModel, BertModel, CLIPModel
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.frozen.who_trains import plan_freezing
 from hf_dist_ext.models.backbones import build_backbone, parse_config
 from hf_dist_ext.models.from_run import build, describe
 from hf_dist_ext.strategies import choose
@@ -247,25 +246,6 @@ def test_models_of_other_modules_load_as_they_are(tmp_path):
         for key, value in opened.state_dict().items():
             assert torch.equal(value, kept.pop(key.replace(first, "0", 1))), key
         assert all("pooler" in key for key in kept)
-
-
-# ---- names ----
-
-
-@pytest.mark.parametrize(
-    ("patterns", "start", "count"),
-    [
-        (["projection"], ("projection.",), 1),
-        (["backbone"], ("backbone.",), 37),
-        (["encoder.layer.1", "projection"], ("backbone.model.encoder.layer.1.", "projection."), 17),
-    ],
-)
-def test_trainable_modules_select_what_they_name(tmp_path, patterns, start, count):
-    written(tmp_path)
-    for model in (build(tmp_path / "model"), build(model_config=model_config("bert"), projection_dim=8)):
-        plan = plan_freezing(model, patterns)
-        assert {*plan.trainable} == {name for name, _ in model.named_parameters() if name.startswith(start)}
-        assert len(plan.trainable) == count
 
 
 # ---- spread over processes ----

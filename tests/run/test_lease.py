@@ -70,12 +70,6 @@ def test_a_second_run_is_refused_naming_the_first_and_takes_over_when_it_was_kil
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_is_removed_when_the_process_ends(tmp_path):
-    with holding(tmp_path) as process:
-        process.communicate("", timeout=300)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_owner_that_is_stopped_still_owns_the_folder(tmp_path, holder):
     holder.send_signal(signal.SIGSTOP)
     with pytest.raises(UsageError, match="in use by process"):
@@ -97,7 +91,7 @@ def test_rank_0_knows_by_its_launchers_token_that_the_folder_is_its_own(tmp_path
     held.release()
     assert content(tmp_path)["pid"] == holder.pid, "the launcher has the folder until it ends"
     holder.communicate("", timeout=300)
-    assert not (tmp_path / lease.NAME).exists()
+    assert list(tmp_path.iterdir()) == [], "its file goes with it"
 
 
 def test_rank_0_whose_launcher_was_killed_writes_nothing_beside_the_next_run(tmp_path, holder, monkeypatch):

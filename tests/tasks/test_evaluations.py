@@ -38,7 +38,8 @@ def test_a_run_without_held_out_rows_is_judged_by_its_evaluations(main, run_file
     card, printed = (tmp_path / "out" / "README.md").read_text(), capsys.readouterr().out
     assert "| held out | before | after |" in card
     assert f"| sts_spearman_cosine | {report['before']['sts_spearman_cosine']:.4f} |" in card
-    assert " docs_cosine_map@100 " in printed and "accuracy@3" not in printed and "pearson" not in printed
+    assert " docs_cosine_map@100 " in printed
+    assert not [name for name in ("accuracy@3", "pearson", "sequential_score") if name in printed]
     best = max(lines[1:-1], key=lambda line: line["eval_sts_spearman_cosine"])  # the first of those that are equal
     value = best["eval_sts_spearman_cosine"]
     assert report["best"] == {"step": best["step"], "figure": "sts_spearman_cosine", "value": value}
@@ -47,28 +48,12 @@ def test_a_run_without_held_out_rows_is_judged_by_its_evaluations(main, run_file
     assert "out/loss.png" in printed and "out/metrics.png" in printed and (tmp_path / "out" / "metrics.png").exists()
 
 
-@pytest.mark.slow
-def test_evaluations_go_beside_held_out_rows(main, run_file, tmp_path):  # noqa: F811
-    write_beir(tmp_path / "docs", *corpus(9, 30))
-    main(["--config", run_file(evaluations=[{"type": "retrieval", "path": str(tmp_path / "docs")}], max_steps=1)])
-    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert {"mrr@10", "docs_cosine_mrr@10"} <= report["after"].keys()
-    assert all("eval_loss" in line and "eval_docs_cosine_mrr@10" in line for line in lines_of(tmp_path / "out"))
-
-
-@pytest.mark.parametrize("entry, words", [
-    ({"path": "docs", "metric": 1}, 'has no field "metric"'),
-    ({"path": "rows.jsonl"}, "rows.jsonl is a file. Retrieval needs a folder"),
-])  # fmt: skip
-def test_a_wrong_entry_ends_the_run_with_one_line(main, run_file, tmp_path, capsys, entry, words):  # noqa: F811
-    path = run_file(
-        eval_holdout=..., evaluations=[entry | {"type": "retrieval", "path": str(tmp_path / entry["path"])}]
-    )
-    write_beir(tmp_path / "docs", *corpus(9, 30))
+def test_a_wrong_entry_ends_the_run_with_one_line(main, run_file, tmp_path, capsys):  # noqa: F811
+    entry = {"type": "retrieval", "path": str(tmp_path / "rows.jsonl")}
     with pytest.raises(SystemExit) as left:
-        main(["--config", path])
-    error = capsys.readouterr().err
-    assert left.value.code == 2 and words in error and not (tmp_path / "out" / "metrics.jsonl").exists()
+        main(["--config", run_file(eval_holdout=..., evaluations=[entry])])
+    assert left.value.code == 2 and "rows.jsonl is a file. Retrieval needs a folder" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
 def test_words_look_for_pictures(main, pairs_file, tmp_path):  # noqa: F811

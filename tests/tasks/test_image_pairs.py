@@ -64,13 +64,6 @@ def test_one_tower_trains_and_the_other_stays_bit_identical(run_file, tmp_path, 
     assert 0 < report["after"]["mrr@10"] <= 1 and report["before"] != report["after"]
 
 
-@pytest.mark.parametrize("frozen, trained", [("vision", "text"), ("language", "image")])
-def test_groups_freeze_the_towers_of_a_dual_encoder(run_file, tmp_path, frozen, trained):
-    main(run_file(trainable_modules=..., frozen_modules=[frozen], max_steps=1, save_strategy="no"))
-    before = CLIPModel.from_pretrained(tmp_path / "model").state_dict()
-    assert moved_towers(before, weights_of(tmp_path / "out")) == {trained}
-
-
 def test_a_run_of_towers_is_resumed_and_ends_with_the_same_weights(run_file, tmp_path):
     path = run_file()
     main(path)

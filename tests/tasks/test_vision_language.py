@@ -24,7 +24,6 @@ from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.models.from_run import describe
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.tasks.embedding import _collator as collator_of
-from hf_dist_ext.tasks.search import search
 from tests.tasks.test_stages import main
 from tests.tiny_models import embedding_model, loaded, write_fields
 from tests.tiny_processors import FAMILIES, WORDS, picture, tiny_vision_language
@@ -108,13 +107,6 @@ def test_a_run_of_rows_with_texts_and_pictures_trains_and_its_folder_answers_els
     assert_same_elsewhere(tmp_path / "out")
 
 
-@pytest.fixture(scope="module")
-def untrained(tmp_path_factory):
-    """The folder of an embedding model that reads messages."""
-    folder = tmp_path_factory.mktemp("untrained")
-    return folder_for_others("llava", folder)[0]
-
-
 def folder_for_others(family: str, folder: Path, **options) -> tuple[Path, object]:
     """Written as a run writes it, and its processor."""
     processor, config = tiny_vision_language(family)
@@ -174,23 +166,6 @@ def test_long_texts_are_cut_as_elsewhere(tmp_path):
     describe(model, max_length=14)
     write(model, folder)
     assert_same_elsewhere(folder, ["a red green small round boat tree house which digit", "a boat"])
-
-
-def test_words_and_pictures_find_both_in_a_folder_of_pictures_and_in_texts(untrained, tmp_path):
-    for digit in range(4):
-        picture(digit).save(tmp_path / f"{digit}.png")
-    (tmp_path / "texts.txt").write_text("a red boat\na small tree\nwhich digit")
-    paths = [str(tmp_path / f"{digit}.png") for digit in range(4)]
-    served = SentenceTransformer(str(untrained), device="cpu")
-    documents = served.encode_document([picture(digit) for digit in range(4)])
-    question = torch.as_tensor(served.encode_query(["a red boat"]))
-    expected = SentenceTransformer(str(untrained), device="cpu").encode(["a red boat"], prompt="find it")
-    assert torch.allclose(question, torch.as_tensor(expected), atol=1e-6)
-    scores = (documents @ question[0].numpy()).tolist()
-    (found,) = search(str(untrained), ["a red boat"], tmp_path, None, None, 5)
-    assert [path for _, path in found] == [paths[i] for i in sorted(range(4), key=lambda i: -scores[i])]
-    (by_picture,) = search(str(untrained), [], tmp_path / "texts.txt", None, paths[2], 5)
-    assert len(by_picture) == 3 and {text for _, text in by_picture} == {"a red boat", "a small tree", "which digit"}
 
 
 def test_a_run_is_resumed_and_ends_with_the_same_weights(run_file, tmp_path):
