@@ -146,11 +146,6 @@ def test_chunks_that_are_alive_share_the_half_precision_copies_of_weights():
         assert 0 < of_rank["casts"] <= of_rank["halves"]
 
 
-def test_1f1b_holds_fewer_chunks_than_stages_follow():
-    assert [of_rank["live"] for of_rank in found()["1f1b"]] == [2, 1]
-    assert [of_rank["live"] for of_rank in found()["gpipe"]] == [worker.BATCH] * 2
-
-
 @in_layouts("layout, part", *(("PP 2", part) for part in schedules.SCHEDULES), *((of, "counted") for of in RUNS))
 def test_dropout_is_replayed_on_every_stage(layout, part):
     assert all(of_rank["replayed"] for of_rank in found(layout)[part])
