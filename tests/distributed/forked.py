@@ -251,6 +251,11 @@ def train_under_preset(
     return report
 
 
+def slow(*values):
+    """A row of parameters that runs with -m slow."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 by_launch = pytest.mark.parametrize(
     "is_launched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "launched"]
 )
