@@ -251,6 +251,9 @@ def train_under_preset(
     return report
 
 
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed: an extra")
+
+
 def slow(*values):
     """A row of parameters that runs with -m slow."""
     return pytest.param(*values, marks=pytest.mark.slow)
