@@ -119,8 +119,3 @@ def test_a_split_leaves_no_stage_empty(options, words):
 def test_other_models_are_refused_by_name(name):
     with pytest.raises(UsageError, match=f'can not be made of "{name}"'):
         stages.StagedModel(build(name), [0], [0, 2])
-
-
-def test_what_is_no_embedding_model_is_refused():
-    with pytest.raises(UsageError, match="made of Linear"):
-        stages.StagedModel(torch.nn.Linear(2, 2), [0], [0, 1])

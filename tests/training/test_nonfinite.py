@@ -250,9 +250,3 @@ def test_rows_are_named_by_index_or_by_their_text():
     assert describe_rows({"x": torch.ones(2)}, None) == "not known"
     assert "and 4 more" in describe_rows({"ids": {"row": torch.arange(12)}})
     assert json.dumps(describe_rows(encoded, tokenizer))
-
-
-def test_an_error_before_the_first_step_says_where_it_was():
-    from hf_dist_ext.failures import Activity
-
-    assert str(Activity()).startswith("step 0, starting, for ")

@@ -13,7 +13,6 @@ from hf_dist_ext.engine import tiled_infonce
 from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training import checks
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
@@ -204,14 +203,6 @@ def test_a_user_loss_is_any_callable_over_embeddings(tmp_path):
     before = trained.evaluate()["eval_loss"]
     trained.train()
     assert trained.evaluate()["eval_loss"] < before
-
-
-def test_a_model_that_is_made_later_is_placed_as_one_that_is_given(tmp_path, monkeypatch):
-    placed = []
-    monkeypatch.setattr(Strategy, "place", lambda self, model, *more: placed.append(model))
-    args = DistTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    made = DistTrainer(None, args, model_init=lambda: Tiny(), loss=InfoNCELoss(), data_collator=collate)
-    assert placed == [None, made.model]
 
 
 def test_a_training_begins_without_the_gradients_of_an_interrupted_one(tmp_path):
