@@ -409,13 +409,6 @@ def test_a_plan_leaves_a_margin_and_says_what_wider_chunks_save(make_run):
     assert wider.best.seconds == plan.larger.seconds < plan.best.seconds and wider.larger is None
 
 
-def test_an_8_bit_optimizer_comes_before_the_memory_of_the_cpu(make_run):
-    run = make_run(DECODER, per_device_train_batch_size=64, gradient_cache_chunk_size=1, bf16=True)
-    needed = option(make_plan(run, Hardware(1, GIB)), "single").least.total
-    plan = make_plan(run, Hardware(1, filled(1.05 * needed), given_host_bytes=2**50))
-    assert plan.best.strategy.name == "single" and plan.changes["optim"] == "adamw_torch_8bit"
-
-
 def test_a_picture_without_matplotlib_says_how_to_get_it(make_run, monkeypatch):
     plan = make_plan(make_run(), Hardware())
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -129,6 +129,14 @@ def test_a_pipeline_is_recommended_where_links_between_machines_are_slow(make_ru
     assert any("is quicker than" in reason and "of sending" in reason for reason in plan.reasons)
 
 
+def test_where_sharding_fits_and_links_are_quick_the_plan_says_why_there_is_no_pipeline(make_run):  # noqa: F811
+    plan = make_plan(make_run(DECODER, **LARGE), Hardware(8, filled(20 * GIB), 1, "nvlink"), WAYS)
+    assert plan.best.strategy.name == "FSDP speed" and pipeline_option(plan).fitted is not None
+    (said,) = [reason for reason in plan.reasons if reason.startswith("No pipeline")]
+    assert "as FSDP speed is quicker: for as many rows FSDP speed takes 13 s" in said
+    assert "PP 4 x DP 2 takes 13 s" in said and "contrastive batch is 512 rows, that of DDP or FSDP 2048" in said
+
+
 def test_a_pipeline_is_recommended_where_nothing_else_fits(make_run):  # noqa: F811
     """FSDP makes what belongs to no layer whole on every device; a pipeline has it on its first."""
     model = DECODER | {"vocab_size": 2_000_000, "num_hidden_layers": 48, "hidden_size": 1920}
