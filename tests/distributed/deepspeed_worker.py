@@ -26,12 +26,11 @@ from hf_dist_ext.checkpoints import trainable
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.frozen.who_trains import plan_freezing
-from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.strategies.collectives import leave_together, rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.nonfinite_worker import InfiniteClassifier, InfiniteOnRankOne
 from tests.distributed.test_trainer import SMALL
-from tests.launching import leave_together
 from tests.parity.exactness_worker import BATCH, Case, build_model, collate, reference_gradients
 
 RATE, STEPS = 0.1, 2
