@@ -51,6 +51,20 @@ def test_other_processes_are_silent(told, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_many_figures_take_several_lines_and_figures_of_speed_none(told, capsys):
+    told(
+        {f"eval_figure{n}": n / 7 for n in range(8)}
+        | {"eval_runtime": 3.0, "eval_steps_per_second": 2.0, "epoch": 1.0}
+    )
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert (
+        lines[0].startswith("step  5/40  evaluation: figure0 0 ") and lines[1].lstrip() == "figure6 0.8571  figure7 1"
+    )
+    assert lines[1].index("figure6") == lines[0].index("figure0")
+    told({"eval_runtime": 3.0})
+    assert "evaluation" not in capsys.readouterr().out
+
+
 def test_figures_that_are_hidden_are_not_printed(capsys):
     assert (
         console.evaluation_lines("step 1/2", {"eval_a": 1.0, "eval_b": 2.0}, "b".__eq__) == "step 1/2  evaluation: a 1"
