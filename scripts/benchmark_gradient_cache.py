@@ -1,7 +1,7 @@
 """The gradient cache beside the plain step and sentence-transformers: one run, same weights, data, dtype and batch.
 
     python scripts/benchmark_gradient_cache.py --output outputs/benchmark               # two CPU cores: some 5 minutes
-    python scripts/benchmark_gradient_cache.py --preset gpu --sizes minilm --output outputs/benchmark
+    python scripts/benchmark_training.py --device cuda --model minilm ...              # on a GPU: whole trainings
 
 (1) one SentenceTransformer, and a copy of it for each side
 (2) text: code-search pairs. Every cached contestant's chunk size is swept, its best goes into the turns. Ours are the
@@ -15,9 +15,9 @@ row, as collators do. A step is: clear the gradients, cut (ours), forward, loss,
 turn starts with another one, and a ratio is the median of the ratios within a turn, so that a busy machine slows both
 sides of it. CPU seconds of the process stand beside wall seconds: with one thread they leave out what others use.
 
-Peak memory is counted, not sampled: the bytes of all tensors made by the step that are alive together (on CUDA what
-the allocator says), weights and batch not included, gradients of the weights included. Activation memory is the bytes
-that the model's graph keeps for its backward, at the highest.
+Peak memory is counted, not sampled: the bytes of all tensors made by the step that are alive together, weights and
+batch not included, gradients of the weights included. Activation memory is the bytes that the model's graph keeps for
+its backward, at the highest.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ import argparse
 import copy
 import json
 import logging
-import os
-import platform
 import statistics
 import sys
 import time
@@ -39,12 +37,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from model_sizes import MODELS, bert, pooling_of
+from model_sizes import bert
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
-from turns import AllocatedBytes, PeakBytes, ratio
+from turns import PeakBytes, describe_machine, ratio
 
 from hf_dist_ext import policy
 from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
@@ -54,8 +52,6 @@ from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.tables import ChunkLimits
-from hf_dist_ext.errors import UsageError
-from hf_dist_ext.failures import exit_on_usage_error
 from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.models.from_run import build
 from hf_dist_ext.training.packing import decided
@@ -75,8 +71,6 @@ class Size:
 
     name: str
     model: dict
-    pooling: str = "mean"
-    autocast: bool = False  # bf16 forward over float32 weights, as Trainer's bf16=true
     text: tuple[int, int] = (1024, 256)  # pairs, tokens of a row at most
     chunk_tokens: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)  # ours, swept
     mini_batches: tuple[int, ...] = (8, 16, 32, 64)  # theirs, swept: rows
@@ -86,27 +80,12 @@ class Size:
     exact_pairs: int = 48  # of the float64 check
 
 
-def on_gpu(name: str, pairs: int, chunk_tokens: tuple[int, ...], mini_batches: tuple[int, ...]) -> Size:
-    """`pairs`: what the plain step still fits into 80 GiB."""
-    return Size(
-        name, MODELS[name], pooling_of(name), True, (pairs, 256), chunk_tokens, mini_batches, (16384, 65536),
-        (512, 128, (64, 128, 256)), ((256, 4096, 16384), 32, 256),
-    )  # fmt: skip
-
-
 PRESETS = {
-    "cpu": [Size("width64", bert(64, 1, 2))],
-    "gpu": [
-        on_gpu("minilm", 1024, (16384, 65536, 131072), (32, 128, 512)),
-        on_gpu("bert-base", 256, (16384, 65536, 131072), (32, 128, 512)),
-        on_gpu("qwen3-0.6b", 64, (1024, 4096, 16384), (8, 32)),
-    ],
-    "smoke": [
-        Size(
-            "smoke", bert(32, 1, 2), text=(16, 32), chunk_tokens=(128, 256), mini_batches=(4,),
-            mini_batch_tokens=(64,), fixed=(16, 8, (4,)), flat=((16, 64), 4, 8), exact_pairs=8,
-        )
-    ],
+    "cpu": Size("width64", bert(64, 1, 2)),
+    "smoke": Size(
+        "smoke", bert(32, 1, 2), text=(16, 32), chunk_tokens=(128, 256), mini_batches=(4,), mini_batch_tokens=(64,),
+        fixed=(16, 8, (4,)), flat=((16, 64), 4, 8), exact_pairs=8,
+    ),
 }  # fmt: skip
 
 Batch = dict[str, dict[str, Tensor]]
@@ -119,26 +98,22 @@ Step = Callable[[], object]  # gradients are in the model afterwards
 class Models:
     """The same weights twice."""
 
-    def __init__(self, ours: SentenceTransformer, theirs: SentenceTransformer, device: str) -> None:
-        self.ours, self.theirs, self.device, self.embedder = ours, theirs, device, embedder_of(ours)
+    def __init__(self, ours: SentenceTransformer, theirs: SentenceTransformer) -> None:
+        self.ours, self.theirs, self.embedder = ours, theirs, embedder_of(ours)
         self.loss = InfoNCELoss(TEMPERATURE)
 
     def encode(self, features: dict) -> Tensor:
         return self.embedder.call(self.ours, features)
 
 
-def make_models(size: Size, tokenizer, device: str) -> Models:
+def make_models(size: Size, tokenizer) -> Models:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
     config = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id} | size.model
-    ours = build(model_config=config, tokenizer=tokenizer, pooling=size.pooling).to(device).train()
-    theirs = copy.deepcopy(ours)
-    if size.autocast:
-        for model in (ours[0].model, theirs[0].model):
-            model.forward = torch.autocast(device, torch.bfloat16)(model.forward)
-    return Models(ours, theirs, device)
+    ours = build(model_config=config, tokenizer=tokenizer).train()
+    return Models(ours, copy.deepcopy(ours))
 
 
 def plain_step(models: Models, batch: Batch) -> Step:
@@ -216,14 +191,14 @@ class _Kept(list):
     """A list that weakref can watch."""
 
 
-def peak_of(step: Step, device: str) -> int:
+def peak_of(step: Step) -> int:
     """Bytes of the tensors that the step makes and that are alive together."""
-    with PeakBytes() if device == "cpu" else AllocatedBytes() as memory:
+    with PeakBytes() as memory:
         step()
     return memory.peak
 
 
-def take_turns(steps: dict[str, Step], turns: int, device: str) -> dict[str, dict[str, list[float]]]:
+def take_turns(steps: dict[str, Step], turns: int) -> dict[str, dict[str, list[float]]]:
     """Per contestant its wall and CPU seconds in every turn. Nothing is dropped: steps have run before."""
     names = list(steps)
     seconds: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu_seconds": []} for name in names}
@@ -231,30 +206,14 @@ def take_turns(steps: dict[str, Step], turns: int, device: str) -> dict[str, dic
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             wall, cpu = time.perf_counter(), time.process_time()
             steps[name]()
-            if device != "cpu":
-                torch.cuda.synchronize()
             seconds[name]["seconds"].append(time.perf_counter() - wall)
             seconds[name]["cpu_seconds"].append(time.process_time() - cpu)
     return seconds
 
 
-def fitting(steps: dict[str, Step]) -> dict[str, Step]:
-    """Those that run once without running out of a GPU's memory; on a CPU nobody would survive the attempt."""
-    kept = {}
-    for name, step in steps.items():
-        try:
-            step()
-            kept[name] = step
-        except torch.OutOfMemoryError:
-            print(f"  {name}: out of memory")
-            torch.cuda.empty_cache()
-    return kept
-
-
-def by_speed(steps: dict[str, Step], device: str, turns: int = 1) -> list[str]:
+def by_speed(steps: dict[str, Step], turns: int = 1) -> list[str]:
     """The contestants of a sweep, fastest first; each counts with its least disturbed turn."""
-    turned = take_turns(fitting(steps) if device != "cpu" else steps, turns, device)
-    seconds = {name: min(values["seconds"]) for name, values in turned.items()}
+    seconds = {name: min(values["seconds"]) for name, values in take_turns(steps, turns).items()}
     for name, value in seconds.items():
         print(f"  {name:<58}{value:>9.3f} s")
     return sorted(seconds, key=seconds.get)
@@ -283,8 +242,8 @@ def gradient_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float
 
 def observed(steps: dict[str, Step], models: Models) -> dict[str, dict]:
     """Name -> peak memory; tokens that go through the transformer, padding and every pass included; the gradient's
-    distance from the plain step's, which comes first (0 where that does not fit the device)."""
-    figures, wanted, tokens = {}, None, [0]
+    distance from the plain step's, which comes first."""
+    figures, wanted, tokens = {}, {}, [0]
 
     def count(module: nn.Module, args: tuple) -> None:
         tokens[0] += args[0].numel()
@@ -294,10 +253,10 @@ def observed(steps: dict[str, Step], models: Models) -> dict[str, dict]:
     handles = [embedder.register_forward_pre_hook(count) for embedder in embedders]
     for name, step in steps.items():
         tokens[0] = 0
-        peak = peak_of(step, models.device)
+        peak = peak_of(step)
         found = gradients(models.theirs if name.startswith("sentence") else models.ours)
         wanted = found if name == PLAIN else wanted
-        error = gradient_error(found, wanted) if wanted else 0.0
+        error = gradient_error(found, wanted)
         figures[name] = {"peak_bytes": peak, "tokens": tokens[0], "max_relative_gradient_error": error}
     for handle in handles:
         handle.remove()
@@ -307,11 +266,11 @@ def observed(steps: dict[str, Step], models: Models) -> dict[str, dict]:
 def measured(steps: dict[str, Step], models: Models, turns: int) -> dict[str, dict]:
     """What `observed` says, and seconds; printed as a table."""
     figures = observed(steps, models)
-    for name, values in take_turns(steps, turns, models.device).items():
+    for name, values in take_turns(steps, turns).items():
         figures[name].update(values)
     print("{:<34}{:>9}{:>9}{:>9}{:>9}{:>10}{:>16}".format(*HEAD))
     for name, entry in figures.items():
-        over = ratio(figures, name, PLAIN) if PLAIN in figures else float("nan")
+        over = ratio(figures, name, PLAIN)
         wall, cpu = (statistics.median(entry[key]) for key in ("seconds", "cpu_seconds"))
         memory, error = entry["peak_bytes"] / 2**20, entry["max_relative_gradient_error"]
         print(f"{name:<34}{wall:>9.3f}{cpu:>9.3f}{over:>9.2f}{memory:>9.1f}{entry['tokens']:>10}{error:>16.1e}")
@@ -321,7 +280,7 @@ def measured(steps: dict[str, Step], models: Models, turns: int) -> dict[str, di
 # (2) -----------------------------------------------------------------------------------------------------------------
 
 
-def text_batches(size: Size, code_root: str | None, device: str) -> tuple[object, Callable[[int], Batch]]:
+def text_batches(size: Size, code_root: str | None) -> tuple[object, Callable[[int], Batch]]:
     """The tokenizer, and batches of so many pairs; past the dataset's end it begins again."""
     dataset = load_code_search(held_out=1, root=code_root)["train"].shuffle(seed=0)
     tokenizer = train_tokenizer((text for name in COLUMNS for text in dataset[name]), model_max_length=size.text[1])
@@ -329,7 +288,7 @@ def text_batches(size: Size, code_root: str | None, device: str) -> tuple[object
 
     def batch_of(pairs: int) -> Batch:
         batch = collate(dataset.select([i % len(dataset) for i in range(pairs)]).to_list())
-        return {name: {key: v.to(device) for key, v in batch[name].items()} for name in COLUMNS}
+        return {name: batch[name] for name in COLUMNS}
 
     return tokenizer, batch_of
 
@@ -340,20 +299,18 @@ def sweep(size: Size, models: Models, batch: Batch) -> tuple[ChunkLimits, dict]:
     for n in size.mini_batch_tokens:  # beside a token budget their mini_batch_size cuts the loss stage only
         theirs[f"{THEIR_CACHED}, {n} tokens"] = {"mini_batch_num_tokens": n, "mini_batch_size": 256}
     print("sweep")
-    order = by_speed({name: their_step(models, batch, **chunks) for name, chunks in theirs.items()}, models.device)
-    if not order:
-        raise UsageError("no setting of sentence-transformers' cached loss fits this device. Use smaller ones.")
-    limit = peak_of(their_step(models, batch, **theirs[order[0]]), models.device)
+    fastest, *_ = by_speed({name: their_step(models, batch, **chunks) for name, chunks in theirs.items()})
+    limit = peak_of(their_step(models, batch, **theirs[fastest]))
     ours = {f"{OURS}, {n} tokens per chunk": ChunkLimits(max_tokens=n) for n in size.chunk_tokens}
     steps = {name: our_step(models, batch, limits) for name, limits in ours.items()}
-    ours_by_speed = by_speed(steps, models.device, turns=3)
-    small = [name for name in ours_by_speed if peak_of(steps[name], models.device) <= limit]
-    return ours[(small or ours_by_speed)[0]], theirs[order[0]]
+    ours_by_speed = by_speed(steps, turns=3)
+    small = [name for name in ours_by_speed if peak_of(steps[name]) <= limit]
+    return ours[(small or ours_by_speed)[0]], theirs[fastest]
 
 
 def compare_text(size: Size, models: Models, batch_of: Callable[[int], Batch], turns: int) -> dict:
     batch = batch_of(size.text[0])
-    fitting({"warm-up": plain_step(models, batch_of(8)), "theirs": their_step(models, batch_of(8), mini_batch_size=4)})
+    plain_step(models, batch_of(8))(), their_step(models, batch_of(8), mini_batch_size=4)()  # to warm up
     print(f"\n{size.name}: text, {size.text[0]} pairs cut at {size.text[1]} tokens")
     ours, theirs = sweep(size, models, batch)
     steps = {
@@ -364,7 +321,7 @@ def compare_text(size: Size, models: Models, batch_of: Callable[[int], Batch], t
         THEIR_PLAIN: their_step(models, batch),
         THEIR_CACHED: their_step(models, batch, **theirs),
     }
-    figures = measured(steps if models.device == "cpu" else fitting(steps), models, turns)
+    figures = measured(steps, models, turns)
     real = sum(int(features["attention_mask"].sum()) for features in batch.values())
     setting = {"our_setting": asdict(ours), "their_setting": theirs}
     return {"pairs": size.text[0], "real_tokens": real, **setting, "contestants": figures}
@@ -373,7 +330,7 @@ def compare_text(size: Size, models: Models, batch_of: Callable[[int], Batch], t
 def exact_errors(size: Size, models: Models, batch_of: Callable[[int], Batch]) -> dict[str, float]:
     """The same comparison of gradients in float64, on a small batch cut into small chunks."""
     batch, limits = batch_of(size.exact_pairs), ChunkLimits(max_rows=5)
-    exact = Models(copy.deepcopy(models.ours).double(), copy.deepcopy(models.theirs).double(), models.device)
+    exact = Models(copy.deepcopy(models.ours).double(), copy.deepcopy(models.theirs).double())
     steps = {
         PLAIN: plain_step(exact, batch),
         OURS_PADDED: our_step(exact, batch, limits, packing=False),
@@ -390,20 +347,20 @@ def exact_errors(size: Size, models: Models, batch_of: Callable[[int], Batch]) -
 # (3), (4) ------------------------------------------------------------------------------------------------------------
 
 
-def fixed_batch(size: Size, pairs: int, length: int, device: str) -> Batch:
+def fixed_batch(pairs: int, length: int) -> Batch:
     generator = torch.Generator().manual_seed(0)
-    ids = {name: torch.randint(5, 500, (pairs, length), generator=generator).to(device) for name in COLUMNS}
+    ids = {name: torch.randint(5, 500, (pairs, length), generator=generator) for name in COLUMNS}
     return {name: {"input_ids": v, "attention_mask": torch.ones_like(v)} for name, v in ids.items()}
 
 
 def compare_fixed(size: Size, models: Models, turns: int) -> dict:
     pairs, length, swept = size.fixed
-    batch, chosen = fixed_batch(size, pairs, length, models.device), {}
+    batch, chosen = fixed_batch(pairs, length), {}
     print(f"\n{size.name}: fixed, {pairs} pairs of {length} tokens each; sweep")
     for name, keep_graph in ((OURS, 0), (OURS_ALL_KEPT, ALL_GRAPHS)):
         limits = {f"{name}, {rows} rows per chunk": ChunkLimits(max_rows=rows) for rows in swept}
         steps = {words: our_step(models, batch, one, keep_graph) for words, one in limits.items()}
-        chosen[name] = limits[by_speed(steps, models.device, turns=5)[0]]
+        chosen[name] = limits[by_speed(steps, turns=5)[0]]
     steps = {
         PLAIN: plain_step(models, batch),
         OURS: our_step(models, batch, chosen[OURS]),
@@ -422,7 +379,7 @@ def flat_memory(size: Size, models: Models) -> list[dict]:
     print(f"\n{size.name}: flat, rows of {length} tokens, {chunk_rows} rows per chunk")
     print(f"{'pairs':>8}{'activations, MiB':>18}{'peak, MiB':>11}{'embeddings, MiB':>17}")
     for pairs in batches:
-        batch = fixed_batch(size, pairs, length, models.device)
+        batch = fixed_batch(pairs, length)
         given = [value for features in batch.values() for value in features.values()]
         saved = SavedBytes([*models.ours.parameters(), *models.ours.buffers(), *given])
 
@@ -430,7 +387,7 @@ def flat_memory(size: Size, models: Models) -> list[dict]:
             with saved:
                 return models.encode(chunk.features)
 
-        peak = peak_of(our_step(models, batch, ChunkLimits(max_rows=chunk_rows), encode=encode), models.device)
+        peak = peak_of(our_step(models, batch, ChunkLimits(max_rows=chunk_rows), encode=encode))
         nbytes = pairs * len(COLUMNS) * models.ours.get_embedding_dimension() * 4
         assert saved.peak > 0 and saved.alive == 0, (saved.peak, saved.alive)
         found = {"activation_bytes": saved.peak, "peak_bytes": peak, "embedding_bytes": nbytes}
@@ -442,8 +399,7 @@ def flat_memory(size: Size, models: Models) -> list[dict]:
 # the report ----------------------------------------------------------------------------------------------------------
 
 
-def ratios_of(size: dict, key: str = "seconds") -> dict[str, float | None]:
-    """None where one of the two did not fit the device."""
+def ratios_of(size: dict, key: str = "seconds") -> dict[str, float]:
     text, fixed, flat = size["text"]["contestants"], size["fixed"]["contestants"], size["flat"]
     pairs = {
         "cached_over_plain": (text, OURS, PLAIN),
@@ -456,10 +412,7 @@ def ratios_of(size: dict, key: str = "seconds") -> dict[str, float | None]:
         "fixed_all_graphs_over_plain": (fixed, OURS_ALL_KEPT, PLAIN),
         "fixed_sentence_transformers_cached_over_plain": (fixed, THEIR_CACHED, PLAIN),
     }
-    ratios = {
-        name: ratio(figures, one, other, key) if one in figures and other in figures else None
-        for name, (figures, one, other) in pairs.items()
-    }
+    ratios = {name: ratio(figures, one, other, key) for name, (figures, one, other) in pairs.items()}
     ours, theirs = (text[name]["peak_bytes"] for name in (OURS, THEIR_CACHED))
     small, large = flat[0]["activation_bytes"], flat[-1]["activation_bytes"]
     ratios["cached_peak_memory_over_sentence_transformers_cached"] = ours / theirs
@@ -467,46 +420,24 @@ def ratios_of(size: dict, key: str = "seconds") -> dict[str, float | None]:
     return ratios
 
 
-def describe_machine(device: str) -> str:
-    words = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s)"
-    if device == "cpu":
-        return f"{words}, {torch.backends.cpu.get_cpu_capability()}, no GPU used"
-    return f"{words}, {torch.cuda.get_device_name()}"
-
-
-def measure(size: Size, options: argparse.Namespace, device: str) -> dict:
-    tokenizer, batch_of = text_batches(size, options.code_root, device)
-    models = make_models(size, tokenizer, device)
-    result: dict = {"name": size.name, "model": size.model, "autocast": size.autocast}
-    result["text"] = compare_text(size, models, batch_of, options.turns)
-    if not size.autocast:
-        result["float64_gradient_error"] = exact_errors(size, models, batch_of)
-    result["fixed"] = compare_fixed(size, models, 7 * options.turns)
-    result["flat"] = flat_memory(size, models)
-    result["ratios"], result["ratios_of_cpu_seconds"] = ratios_of(result), ratios_of(result, "cpu_seconds")
-    print()
-    for name, value in result["ratios"].items():
-        print(f"{name:<56}" + ("one side does not fit the memory" if value is None else f"{value:>7.3f}"))
-    return result
-
-
 def run(options: argparse.Namespace) -> None:
-    device = "cuda" if options.preset == "gpu" else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError('--preset gpu: torch sees no CUDA device. Use "cpu", or a machine that has one.')
-    sizes = [size for size in PRESETS[options.preset] if not options.sizes or size.name in options.sizes]
-    if not sizes:
-        raise UsageError(f"--sizes: the preset has {', '.join(size.name for size in PRESETS[options.preset])}.")
-    packages = {name: version(name) for name in ("torch", "transformers", "sentence-transformers")}
-    report = {
-        "command": " ".join(["python", "scripts/benchmark_gradient_cache.py", *sys.argv[1:]]),
-        "machine": describe_machine(device), "versions": packages, "turns": options.turns,
-    }  # fmt: skip
-    print(report["machine"] + "; " + ", ".join(f"{name} {number}" for name, number in packages.items()))
-    report["sizes"] = [measure(size, options, device) for size in sizes]
-    report["ratios"] = report["sizes"][0]["ratios"]
+    size = PRESETS[options.preset]
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "sentence-transformers"))
+    machine = f"{describe_machine('cpu')}; {packages}"
+    print(machine)
+    tokenizer, batch_of = text_batches(size, options.code_root)
+    models = make_models(size, tokenizer)
+    found: dict = {"text": compare_text(size, models, batch_of, options.turns)}
+    found["float64_gradient_error"] = exact_errors(size, models, batch_of)
+    found["fixed"] = compare_fixed(size, models, 7 * options.turns)
+    found["flat"] = flat_memory(size, models)
+    found["ratios"], found["ratios_of_cpu_seconds"] = ratios_of(found), ratios_of(found, "cpu_seconds")
+    print()
+    for name, value in found["ratios"].items():
+        print(f"{name:<56}{value:>7.3f}")
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
+        report = {"command": " ".join(sys.argv), "machine": machine, **found}
         (options.output / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(f"\nwritten: {options.output}/results.json")
 
@@ -514,13 +445,11 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu")
-    parser.add_argument("--sizes", nargs="+", help="only these sizes of the preset")
     parser.add_argument("--turns", type=int, default=3, help="turns of the text comparison; the others follow it")
     parser.add_argument("--code_root", help="read code-search pairs from this folder instead of the standard library")
     parser.add_argument("--output", type=Path, help="write results.json into this folder")
     options = parser.parse_args(argv)
-    with exit_on_usage_error():
-        run(options)
+    run(options)
 
 
 if __name__ == "__main__":

@@ -40,28 +40,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_gradient_cache import describe_machine
 from datasets import Dataset, disable_progress_bars
 from model_sizes import MODELS, pooling_of
 from sentence_transformers import (
-    MultiVectorEncoder,
-    MultiVectorEncoderTrainer,
-    MultiVectorEncoderTrainingArguments,
     SentenceTransformer,
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
 )
 from sentence_transformers.base.sampler import DefaultBatchSampler
-from sentence_transformers.multi_vector_encoder import losses as multi_vector_losses
 from sentence_transformers.sentence_transformer import losses
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
-from turns import FORK, Turns, ratio, take_turns
+from turns import FORK, Turns, describe_machine, ratio, take_turns
 
 from hf_dist_ext import DistTrainer, DistTrainingArguments, InfoNCELoss, SentenceTransformersLoss
 from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
-from hf_dist_ext.engine import LateInteractionLoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
 from hf_dist_ext.models.from_run import build
@@ -69,7 +63,6 @@ from hf_dist_ext.models.from_run import build
 TEMPERATURE = 0.05
 LEARNING_RATE = 1e-3
 LENGTH = 256  # tokens
-TOKEN_DIM = 128  # of late interaction
 COLUMNS = ["query", "positive"]
 ALL_GRAPHS = 10**6
 PROBED = (2, 4, ALL_GRAPHS)  # graphs kept to see what one takes, and all
@@ -81,8 +74,6 @@ class Work:
     """What all contestants of a comparison are given."""
 
     folder: Path  # of the saved model
-    guide: Path
-    tokenizer: PreTrainedTokenizerBase
     rows: Dataset
     batch: int
     steps: int
@@ -98,7 +89,6 @@ class Comparison:
     ours: Callable[..., Callable]
     width: int = 256
     layers: int = 4
-    is_late: bool = False  # a vector of every token
     batches: int = 1  # rows of a step, in batches of --rows
     are_rated: bool = False  # rows of the data; no loss of theirs over rated pairs has a cache
     keeps_graphs: bool = False  # one more of ours for each setting of theirs
@@ -107,10 +97,7 @@ class Comparison:
 # (1) -----------------------------------------------------------------------------------------------------------------
 
 
-def make_models(
-    folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerBase, of: Comparison, options: argparse.Namespace
-) -> None:
-    """The model, and another one, which guides."""
+def make_model(folder: Path, tokenizer: PreTrainedTokenizerBase, of: Comparison, options: argparse.Namespace) -> None:
     config = {
         "model_type": "bert", "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id,
         "hidden_size": of.width, "num_hidden_layers": of.layers, "num_attention_heads": max(2, of.width // 64),
@@ -121,11 +108,8 @@ def make_models(
     if options.model:
         config = {"pad_token_id": tokenizer.pad_token_id} | MODELS[options.model]
         pooling = {"pooling": pooling_of(options.model)}
-    of_tokens = {"pooling": "tokens", "projection_dim": TOKEN_DIM} if of.is_late else {}
-    for seed, folder in enumerate(folders):
-        torch.manual_seed(seed)
-        model = build(model_config=config, tokenizer=tokenizer, **pooling | of_tokens)
-        model.save_pretrained(str(folder))
+    torch.manual_seed(0)
+    build(model_config=config, tokenizer=tokenizer, **pooling).save_pretrained(str(folder))
 
 
 def make_rows(pairs: Dataset, number: int, are_rated: bool) -> Dataset:
@@ -154,49 +138,35 @@ def common(work: Work) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def their_model(folder: Path, device: str, kind: type = SentenceTransformer) -> SentenceTransformer:
+def saved_model(work: Work) -> SentenceTransformer:
     """Without BERT's pooler, which nobody reads: our model has none."""
-    model = kind(str(folder), device=device)
+    model = SentenceTransformer(str(work.folder), device=work.device)
     if getattr(model[0].model, "pooler", None) is not None:
         model[0].model.pooler = None
     return model
 
 
 def their_trainer(loss: str, columns: list[str], work: Work, setting: dict, callback: Turns) -> Callable:
-    is_late = loss == "CachedMultiVectorMultipleNegativesRankingLoss"
-    model = their_model(work.folder, work.device, MultiVectorEncoder if is_late else SentenceTransformer)
-    guide = {"guide": their_model(work.guide, work.device), "temperature": TEMPERATURE} if "GIST" in loss else {}
-    kinds = (MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments, multi_vector_losses)
-    of_vectors = (SentenceTransformerTrainer, SentenceTransformerTrainingArguments, losses)
-    trainer_class, arguments, module = kinds if is_late else of_vectors
-    trainer = trainer_class(
+    model = saved_model(work)
+    trainer = SentenceTransformerTrainer(
         model=model,
-        args=arguments(batch_sampler=in_order, **common(work)),
+        args=SentenceTransformerTrainingArguments(batch_sampler=in_order, **common(work)),
         train_dataset=work.rows.select_columns(columns),
-        loss=getattr(module, loss)(model, **guide, **setting),
+        loss=getattr(losses, loss)(model, **setting),
         callbacks=[callback],
     )
     return trainer.train
 
 
 def our_trainer(loss: str, columns: list[str], work: Work, setting: dict, callback: Turns) -> Callable:
-    is_late = loss == "late_interaction"
-    model = their_model(work.folder, work.device, MultiVectorEncoder if is_late else SentenceTransformer)
-    if loss == "infonce":
-        scored = InfoNCELoss(temperature=TEMPERATURE)
-    elif is_late:
-        scored = LateInteractionLoss()
-    else:
-        guide = {"guide": str(work.guide), "temperature": TEMPERATURE} if "GIST" in loss else {}
-        scored = SentenceTransformersLoss(
-            loss, model.get_embedding_dimension(), tokenizer=work.tokenizer, max_length=LENGTH, **guide
-        )
+    model = saved_model(work)
+    width = model.get_embedding_dimension()
     trainer = DistTrainer(
         model=model,
         args=DistTrainingArguments(
             train_sampling_strategy="sequential", no_duplicates_in_batch=False, **setting, **common(work)
         ),
-        loss=scored,
+        loss=InfoNCELoss(temperature=TEMPERATURE) if loss == "infonce" else SentenceTransformersLoss(loss, width),
         train_dataset=work.rows.select_columns(columns),
         callbacks=[callback],
     )
@@ -215,17 +185,6 @@ COMPARISONS = {
         partial(their_trainer, "CoSENTLoss", [*COLUMNS, "score"]),
         partial(our_trainer, "CoSENTLoss", [*COLUMNS, "score"]),
         are_rated=True,
-    ),
-    "gist": Comparison(
-        "GIST, the guide as large as the model",
-        partial(their_trainer, "CachedGISTEmbedLoss", COLUMNS),
-        partial(our_trainer, "GISTEmbedLoss", COLUMNS),
-    ),
-    "late": Comparison(
-        "late interaction, 128 dimensions",
-        partial(their_trainer, "CachedMultiVectorMultipleNegativesRankingLoss", COLUMNS),
-        partial(our_trainer, "late_interaction", COLUMNS),
-        is_late=True,
     ),
     "tiny": Comparison(
         "MultipleNegativesRanking, one layer of width 64",
@@ -351,14 +310,13 @@ def run(options: argparse.Namespace) -> None:
             comparison = COMPARISONS[key]
             if options.model:
                 comparison = replace(comparison, title=f"{comparison.title.partition(',')[0]}, {options.model}")
-            models = (folder / key / "model", folder / key / "guide")
             # in a process of its own: one that has run OpenMP's threads must not fork
-            maker = FORK.Process(target=make_models, args=(models, tokenizer, comparison, options))
+            maker = FORK.Process(target=make_model, args=(folder / key / "model", tokenizer, comparison, options))
             maker.start()
             maker.join()
             batch, steps = options.rows * comparison.batches, options.turns + 2
             rows = make_rows(pairs, batch * steps, comparison.are_rated)
-            work = Work(*models, tokenizer, rows, batch, steps, options.device)
+            work = Work(folder / key / "model", rows, batch, steps, options.device)
             makers = contestants(comparison, work, options)
             if comparison.keeps_graphs and options.kept_tokens:
                 makers |= in_their_memory(comparison, work, folder / key, options)

@@ -9,7 +9,7 @@
 (1) tests: those that need a CUDA device
 (2) matrix: bf16 and fp16 x one process, DDP and FSDP2 x compiled or not x attention, 64 chunks in every step. All
     cells have the same weights and the same global batch, so their first loss and gradient norm must agree
-(3) benchmarks: what benchmark_gradient_cache.py and benchmark_training.py print, models from 33 million to 0.6 billion
+(3) benchmarks: what benchmark_training.py prints, of models from 33 million to 0.6 billion parameters
 (4) batch: batches of up to 65,536 pairs, packed and padded, and compiled
 (5) plan: what `hf-dist plan` says beside what torch's allocator counted
 
@@ -38,8 +38,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from benchmark_gradient_cache import COLUMNS, describe_machine
 from model_sizes import MODELS, pooling_of
+from turns import describe_machine
 
 from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
 from hf_dist_ext.errors import UsageError
@@ -49,6 +49,7 @@ from hf_dist_ext.planner.devices import count_devices
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 CHUNKS = 64  # of a step in the matrix
+COLUMNS = ["query", "positive"]
 SPREADS = {"one process": "single_gpu", "DDP": "multi_gpu_ddp", "FSDP2": "multi_gpu_fsdp"}
 PLANNED = {"one process": "single", "DDP": "DDP", "FSDP2": "FSDP memory"}  # the plan's names of these
 
@@ -136,12 +137,10 @@ class Part:
         last = [line for line in lines if "Error" in line or line.startswith("error")] or lines or ["it said nothing"]
         return f"exit code {process.returncode}: {last[-1][:300]}".replace("|", "\\|"), said
 
-    def train(self, name: str, model: str, spread: str = "one process", **fields: object) -> tuple[str, list[dict]]:
-        """(why it failed or "", what was logged of each step)."""
-        folder = self.data / name
-        path = self.run_file(name, model, spread, **fields)
-        failure, _ = self.call(name, [sys.executable, "-m", "hf_dist_ext.cli", "train", str(path)])
-        logged = folder / "metrics.jsonl"
+    def train(self, path: Path) -> tuple[str, list[dict]]:
+        """Of a run file: (why it failed or "", what was logged of each step)."""
+        failure, _ = self.call(path.stem, [sys.executable, "-m", "hf_dist_ext.cli", "train", str(path)])
+        logged = path.with_suffix("") / "metrics.jsonl"
         lines = logged.read_text(encoding="utf-8").splitlines() if logged.is_file() else []
         steps = [one for one in map(json.loads, lines) if "loss" in one]
         if not failure and not (steps and all(math.isfinite(one["loss"]) for one in steps)):
@@ -189,12 +188,13 @@ def matrix(part: Part) -> None:
             for precision in part.sizes.precisions:
                 for spread in SPREADS:
                     rows = pairs // (1 if spread == "one process" else part.processes)
-                    failure, steps = part.train(
+                    path = part.run_file(
                         f"{precision}-{spread}-{attention}-{is_compiled}".replace(" ", "-"), model, spread,
                         max_length=length, max_steps=4, attn_implementation=attention, **{precision: True},
                         per_device_train_batch_size=rows, train_sampling_strategy="sequential",
                         gradient_cache_chunk_size=rows * len(COLUMNS) // CHUNKS, **part.compiled(is_compiled),
                     )  # fmt: skip
+                    failure, steps = part.train(path)
                     found = steps[0] if steps else dict.fromkeys(("loss", "grad_norm", "num_chunks"), math.nan)
                     first = first or found
                     # fp16 skips steps whose scaled gradients overflow, which its scaler begins with
@@ -211,21 +211,18 @@ def matrix(part: Part) -> None:
 
 
 def benchmarks(part: Part) -> None:
-    """What they print stands on the page as it is."""
+    """What it prints stands on the page as it is."""
     source = [] if part.devices else ["--code_root", str(Path(sysconfig.get_path("stdlib"), "asyncio"))]
     for model, pairs, tokens in part.sizes.benchmarks:
-        cache = ["--preset", "gpu", "--sizes", model] if part.devices else ["--preset", "smoke"]
-        training = ["--comparisons", "mnr", "--model", model, "--rows", str(pairs), "--mini_batches"]
-        training += [str(tokens // 512), "--mini_batch_tokens", str(tokens // 2), "--chunk_tokens", str(tokens // 2)]
-        training += [str(tokens), "--kept_tokens", "--device", "cuda" if part.devices else "cpu"]
-        for script, words in (("benchmark_gradient_cache", cache), ("benchmark_training", training)):
-            command = [sys.executable, f"scripts/{script}.py", "--turns", "1", *words, *source]
-            # benchmark_training forks, which a process that has asked CUDA itself must not
-            failure, said = part.call(f"{script}-{model}", command, PYTORCH_NVML_BASED_CUDA_CHECK="1")
-            part.lines += ["", f"    {shlex.join(['python', *command[1:]])}", ""]
-            part.lines += [f"    {line}" for line in said.splitlines()]
-            part.table("benchmark", "model")
-            part.row(script, model, failure=failure)
+        command = [sys.executable, "scripts/benchmark_training.py", "--comparisons", "mnr", "--turns", "1", *source]
+        command += ["--model", model, "--rows", str(pairs), "--device", "cuda" if part.devices else "cpu"]
+        command += ["--mini_batches", str(tokens // 512), "--mini_batch_tokens", str(tokens // 2)]
+        command += ["--chunk_tokens", str(tokens // 2), str(tokens), "--kept_tokens"]
+        # it forks, which a process that has asked CUDA itself must not
+        failure, said = part.call(model, command, PYTORCH_NVML_BASED_CUDA_CHECK="1")
+        part.lines += ["", f"    {shlex.join(['python', *command[1:]])}", "", *said.splitlines()]
+        part.table("benchmark", "model")
+        part.row("benchmark_training", model, failure=failure)
 
 
 def batch(part: Part) -> None:
@@ -234,11 +231,12 @@ def batch(part: Part) -> None:
     for model, batches in part.sizes.batches:
         cells = [(batches[0], "padded"), (batches[0], "packed, compiled"), *((pairs, "packed") for pairs in batches)]
         for pairs, how in cells:
-            failure, steps = part.train(
+            path = part.run_file(
                 f"{model}-{pairs}-{how.replace(', ', '-')}", model, max_length=128, max_steps=3, bf16=True,
                 per_device_train_batch_size=pairs, gradient_cache_chunk_tokens=32768 if part.devices else 256,
                 gradient_cache_packing=False if how == "padded" else "auto", **part.compiled("compiled" in how),
             )  # fmt: skip
+            failure, steps = part.train(path)
             last = steps[-1] if steps else {}
             rates = [
                 f"{last.get(name, math.nan):,.0f}" for name in ("rows_per_second", "tokens_per_second", "num_chunks")
@@ -272,7 +270,7 @@ def plan(part: Part) -> None:
                     options = json.loads(said)["strategies"]
                     found = next(one["bytes"] for one in options if one["strategy"] == PLANNED[spread])
                     needed = (found["total"] - found["framework"]) / GIB
-                of_training, steps = part.train(name, model, spread, **fields)
+                of_training, steps = part.train(path)
                 part.row(
                     model, kind, spread, f"{needed:.3f}", f"{peak_gib(steps):.3f}", failure=failure or of_training
                 )

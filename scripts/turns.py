@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import platform
 import resource
 import statistics
 import sys
@@ -55,6 +56,13 @@ class PeakBytes(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self.now -= self.alive.pop(key, 0)
+
+
+def describe_machine(device: str) -> str:
+    words = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s)"
+    if device == "cpu":
+        return f"{words}, {torch.backends.cpu.get_cpu_capability()}, no GPU used"
+    return f"{words}, {torch.cuda.get_device_name()}"
 
 
 class AllocatedBytes:

@@ -79,6 +79,7 @@ def of_step() -> dict[str, set[str]]:
     from transformers import BertConfig
 
     from hf_dist_ext import DistTrainer, DistTrainingArguments
+    from hf_dist_ext.data.code_search import train_tokenizer
     from hf_dist_ext.engine.losses import InfoNCELoss
     from hf_dist_ext.models import from_run
 
@@ -98,7 +99,7 @@ def of_step() -> dict[str, set[str]]:
     called: dict[str, set[str]] = defaultdict(set)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
     texts = [" ".join(WORDS[: 1 + row % 7]) for row in range(48)]
-    tokenizer = _tokenizer()
+    tokenizer = train_tokenizer(texts, model_max_length=32)
     model = from_run.build(model_config=BertConfig(vocab_size=len(tokenizer), **sizes), tokenizer=tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         args = DistTrainingArguments(
@@ -108,15 +109,6 @@ def of_step() -> dict[str, set[str]]:
         rows = Dataset.from_dict({"query": texts, "positive": texts[::-1]})
         Counting(model, args, loss=InfoNCELoss(), train_dataset=rows).train()
     return called
-
-
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({word: at for at, word in enumerate(["[PAD]", "[UNK]", *WORDS])}, "[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
 
 
 def main() -> None:

@@ -131,7 +131,7 @@ def test_signals_apart_end_in_one_checkpoint_and_code_75_and_auto_goes_on(run_fi
         running.wait_for_steps()
         second = run_python(SCRIPT, "--config", run_file, "--overwrite_output_dir", code=2)
         first, last = running.ranks()
-        assert f"in use by process {first.pid} on" in second
+        assert f"in use by process {running.process.pid} on" in second
         first.send_signal(signal.SIGUSR1)
         time.sleep(0.7)
         if last.is_running():
