@@ -19,14 +19,14 @@ LARGE = (".safetensors", ".png", ".bin")  # go by LFS
 
 
 class Server(ThreadingHTTPServer):
-    """`branches`: (repository, name) -> commit, `commits`: commit -> {file: content}, `made`: what was asked of new
-    repositories, `put`: the numbers of bytes that came by LFS."""
+    """`branches`: (repository, name) -> commit, `commits`: commit -> {file: content}, `put`: the numbers of bytes that
+    came by LFS."""
 
     def __init__(self, token: str):
         super().__init__(("127.0.0.1", 0), Hub)
         self.token, self.url = token, f"http://127.0.0.1:{self.server_port}"
         self.branches, self.commits, self.objects = {}, {"0" * 40: {}}, {}
-        self.made, self.refuses, self.put, self.is_slow = [], [], [], False
+        self.refuses, self.put, self.is_slow = [], [], False
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -40,7 +40,6 @@ class Hub(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             asked = json.loads(body)
             repo = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
-            server.made.append(asked)
             server.branches.setdefault((repo, "main"), "0" * 40)
             self.answer({"url": f"{server.url}/{repo}"})
         elif found := re.fullmatch(r"/api/models/(.+)/branch/(.+)", path):

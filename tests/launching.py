@@ -59,10 +59,3 @@ def launch(
     if check and done.returncode != 0:
         raise AssertionError(f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
     return done
-
-
-def leave_together() -> None:
-    """At the end of a worker."""
-    from hf_dist_ext.strategies.collectives import leave_together
-
-    leave_together()

@@ -1,7 +1,6 @@
 """An audit finds every fault that is planted here, reports none in a sound run, and changes nothing."""
 
 import json
-import random
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -70,15 +69,6 @@ class Exponential(nn.Module):
         return self.linear(hidden - self.mean.clone())
 
 
-class OwnRandom(nn.Linear):
-    """Noise from a generator that nobody can replay."""
-
-    generator = random.Random(0)
-
-    def forward(self, hidden):
-        return super().forward(hidden) * (1 + 0.1 * self.generator.random())
-
-
 class OwnNoise(nn.Linear):
     """Noise of each row, from numpy's generator of the module's own."""
 
@@ -126,7 +116,6 @@ def backward_not_divided(self, loss):
 
 PLANTED = {
     "numpy noise": (dict(model=lambda: Tiny(Noisy(np.random.default_rng(0)))), [PASSES]),
-    "random noise": (dict(model=lambda: Tiny(OwnRandom(8, 8))), [PASSES]),
     "spectral norm": (dict(model=lambda: Tiny(FAULTS["spectral norm"]())), [PASSES, GRADIENT]),
     "a moving average": (dict(model=lambda: Tiny(Exponential())), [PASSES, GRADIENT]),
     "dropout is not replayed": (

@@ -9,10 +9,10 @@ import transformers.dynamic_module_utils
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Router
 
-from hf_dist_ext.data.collator import CONSTANTS
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
+from tests.checkpoints.test_hub import collate
 from tests.distributed.forked import Run
 from tests.tiny_models import OWN_CODE, embedding_model, loaded, model_config, tiny_tokenizer
 
@@ -54,16 +54,6 @@ def own_model(folder: Path) -> SentenceTransformer:
 def routes(folder: Path) -> SentenceTransformer:
     query, document = own_model(folder), own_model(folder)
     return SentenceTransformer(modules=[Router.for_query_document([*query], [*document])], trust_remote_code=True)
-
-
-def collate(rows: list[int]) -> dict:
-    draw = torch.Generator().manual_seed(sum(rows))
-    ids = {name: torch.randint(1, 40, (len(rows), width), generator=draw) for name, width in COLUMNS.items()}
-    batch = {name: {"input_ids": value, "attention_mask": torch.ones_like(value)} for name, value in ids.items()}
-    return batch | {CONSTANTS: {"query": {"task": "query"}, "positive": {"task": "document"}}}
-
-
-COLUMNS = {"query": 5, "positive": 9}
 
 
 def trainer(model, output: Path, **more) -> DistTrainer:

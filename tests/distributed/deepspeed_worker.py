@@ -23,15 +23,14 @@ from transformers import BertConfig, TrainerCallback
 
 from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import trainable
-from hf_dist_ext.engine.losses import InfoNCELoss, LossOutput
+from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.frozen.who_trains import plan_freezing
-from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.strategies.collectives import leave_together, rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.distributed.nonfinite_worker import InfiniteClassifier
+from tests.distributed.nonfinite_worker import InfiniteClassifier, InfiniteOnRankOne
 from tests.distributed.test_trainer import SMALL
-from tests.launching import leave_together
 from tests.parity.exactness_worker import BATCH, Case, build_model, collate, reference_gradients
 
 RATE, STEPS = 0.1, 2
@@ -157,19 +156,9 @@ def reductions(**arguments) -> list[int]:
 
 # ---- what is not finite ----
 
-BAD_STEPS = (2, 3)
 
-
-class InfiniteOnRankOne(InfoNCELoss):
-    """Infinite, with a finite gradient: no reduction carries it to the others."""
-
-    calls = 0
-
-    def forward(self, own, everyone=None, row_offset=0, ids=None):
-        self.calls += 1
-        found = super().forward(own, everyone, row_offset, ids)
-        bad = torch.inf if self.calls in BAD_STEPS and rank() == 1 else 0.0
-        return LossOutput(found.loss + bad, found.metrics)
+class TwiceInfinite(InfiniteOnRankOne):
+    bad_steps = (2, 3)
 
 
 def own_loss() -> dict:
@@ -203,7 +192,7 @@ def bad_steps(limit: int, **arguments) -> dict:
         folder = [own]
         dist.broadcast_object_list(folder)
         trainer = make_trainer(
-            folder[0], InfiniteOnRankOne(temperature=0.1, learnable_temperature=True), max_steps=5,
+            folder[0], TwiceInfinite(temperature=0.1, learnable_temperature=True), max_steps=5,
             optim="adamw_torch", max_nonfinite_steps=limit, save_strategy="steps", save_steps=1, max_grad_norm=1.0,
             **arguments,
         )  # fmt: skip

@@ -251,6 +251,14 @@ def train_under_preset(
     return report
 
 
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed: an extra")
+
+
+def slow(*values):
+    """A row of parameters that runs with -m slow."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 by_launch = pytest.mark.parametrize(
     "is_launched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "launched"]
 )

@@ -29,12 +29,12 @@ class Weights(TrainerCallback):
 class InfiniteOnRankOne(InfoNCELoss):
     """Infinite, with a finite gradient: no reduction carries it to the others."""
 
-    calls = 0
+    calls, bad_steps = 0, (BAD_STEP,)
 
     def forward(self, own, everyone=None, row_offset=0, ids=None):
         self.calls += self.training
         found = super().forward(own, everyone, row_offset, ids)
-        bad = torch.inf if self.calls == BAD_STEP and rank() == 1 else 0.0
+        bad = torch.inf if self.calls in self.bad_steps and rank() == 1 else 0.0
         return LossOutput(found.loss + bad, found.metrics)
 
 

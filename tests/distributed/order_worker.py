@@ -33,11 +33,10 @@ from transformers import TrainerCallback
 from hf_dist_ext.data.order import StandIn
 from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.strategies.collectives import leave_together, rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import HSDP, MODES, THREE, ZERO, Run
-from tests.launching import leave_together
 from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 
 ROWS, WINDOW, EPOCHS = 25, 8, 3

@@ -6,7 +6,6 @@ Processes are forked, rows are made from their number alone, and everything is f
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import signal
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.metrics import retrieval_metrics
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.distributed.forked import MODES, Run, gather_everything
+from tests.distributed.forked import MODES, Run, gather_everything, needs_deepspeed
 from tests.parity.exactness_worker import BATCH, BERT, GradientRecorder, _with_norms_in_its_own_precision, naive_loss
 from tests.tiny_models import embed, embedding_model
 from tests.tiny_vision_language import IMAGE_TOKEN, TEXT, TOKENS_PER_IMAGE, VISION, BlankPictures
@@ -242,7 +241,7 @@ def stepped_under_zero(say, folder: Path, kind: str, processor=None) -> str:
     return json.dumps({"moved": moved**0.5, "error": (error / moved) ** 0.5})
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed: an extra")
+@needs_deepspeed
 @pytest.mark.parametrize("kind, mode", [
     ("on the first rank only", "zero1"), pytest.param("on the first rank only", "zero2", marks=pytest.mark.slow),
     ("in one row of the first rank", "zero3"),

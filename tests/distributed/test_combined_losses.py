@@ -16,7 +16,7 @@ from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.distributed.forked import Run
+from tests.distributed.forked import Run, slow
 from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 
 SIZES, WINDOW = {"pairs": 16, "rated": 24, "classes": 16}, 8
@@ -83,10 +83,6 @@ def train(say, folder: Path, processes: int, resume: str | None = None, **option
 def result(mode: str, folder: Path, processes: int, **options) -> list:
     target = partial(train, folder=folder, processes=processes, **options)
     return json.loads(Run(mode, folder.with_suffix(".log"), target).result())
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ DeepSpeed compiles its shared-memory communication at the first start, which tak
 """
 
 import functools
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -16,10 +15,10 @@ import torch
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run import deepspeed_install
+from tests.distributed.forked import needs_deepspeed
 from tests.launching import launch
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed: an extra")
 STAGES = pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 UNCLIPPED = [
     "no cache", "chunks of 4", "every chunk reduced", "2 graphs kept", "accumulation", "temperature",

@@ -82,9 +82,3 @@ def test_a_text_is_encoded_by_the_folder_as_the_run_reads_it_whatever_else_is_in
     main(run_file(family, eval_holdout=8, per_device_train_batch_size=8, max_steps=1, **more))
     again = json.loads((tmp_path / "more" / "metrics.json").read_text())
     assert again["before"] == report["after"]
-
-
-def test_a_length_that_siglip_does_not_read_is_refused(run_file, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(run_file("siglip", output_dir=str(tmp_path / "out"), max_length=8))
-    assert "max_length=8: this model reads texts of 16 tokens. Remove max_length." in capsys.readouterr().err

@@ -4,17 +4,15 @@ DDP, FSDP2 with frozen parts replicated and sharded."""
 import functools
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
-from hf_dist_ext import launched, policy
-from hf_dist_ext.strategies import collectives, fsdp
+from hf_dist_ext import launched
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.distributed.forked import Run, look
+from tests.distributed.forked import look
 from tests.tiny_models import CHECKPOINTING
 from tests.tiny_vision_language import BlankPictures, collate, row, tiny_llava
 
@@ -136,23 +134,6 @@ def test_ddp_sends_the_gradients_of_what_trains_and_no_more():
 def test_fsdp_replicates_small_frozen_parts_and_shards_them_when_asked():
     assert found("FSDP2")["plain"]["sharded_frozen"] == []
     assert any("vision_tower" in name for name in found("FSDP2")["sharded"]["sharded_frozen"])
-
-
-def test_the_smallest_card_says_what_is_replicated(tmp_path, monkeypatch):
-    """Ranks with limits of their own would gather other units, and wait for each other."""
-
-    def limits(say) -> str:
-        DistTrainingArguments(tmp_path / "run", use_cpu=True)  # joins the processes
-        memory = (80, 48)[collectives.rank()] << 30
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: "card")
-        monkeypatch.setattr(torch, "get_device_module", lambda card: SimpleNamespace(mem_get_info=lambda: (0, memory)))
-        found = fsdp._replicated_limit()
-        monkeypatch.undo()
-        return str(collectives.exchange([found]))
-
-    expected = int(policy.KEPT_WHOLE_SHARE * (48 << 30))
-    assert Run("ddp", tmp_path / "log", limits).result() == str([[expected], [expected]])
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import signal
 from functools import partial
@@ -15,12 +14,11 @@ from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.tasks.generation import GeneratingTrainer
 from hf_dist_ext.training.arguments import DistTrainingArguments
-from tests.distributed.forked import Run, gather_everything
+from tests.distributed.forked import Run, gather_everything, needs_deepspeed
 from tests.tiny_vision_language import BlankPictures, collate, row, tiny_llava
 
 LIMIT = 600  # seconds; ends a process that waits for others
 NEW_TOKENS = 6
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed: an extra")
 
 
 def prompt_of(rows: list[dict]) -> dict[str, torch.Tensor]:

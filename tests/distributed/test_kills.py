@@ -1,12 +1,12 @@
 """SIGKILL near a save, for real: what is resumed must end bit for bit as the run that was never interrupted."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
 from tests.distributed import kill_worker
+from tests.distributed.forked import needs_deepspeed
 
 FULL_COUNTS = {"single": 20, "ddp": 12, "fsdp-sharded": 12, "fsdp-full": 4, "hsdp-sharded": 2}
 
@@ -75,7 +75,7 @@ def test_all_kills_of_a_pipeline_are_resumed_bit_for_bit(tmp_path, mode, number)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed: an extra")
+@needs_deepspeed
 @pytest.mark.parametrize("mode", ["zero1", "zero2", "zero3", "zero1+frozen", "zero2+frozen", "zero3+frozen"])
 def test_all_kills_under_zero_are_resumed_bit_for_bit(tmp_path, mode):
     check(kills(tmp_path, [mode], 4))

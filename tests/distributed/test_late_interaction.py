@@ -13,7 +13,7 @@ from hf_dist_ext.data.sentence_collator import ContrastiveCollator
 from hf_dist_ext.engine.late_interaction import LateInteractionLoss
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.distributed.forked import Run
+from tests.distributed.forked import Run, slow
 from tests.tiny_models import WORDS, embedding_model, loaded, model_config, tiny_tokenizer
 
 BATCH, ROWS = 12, 29  # the last update has one batch of five rows, which do not divide
@@ -82,10 +82,6 @@ def compare(folder, mode: str, processes: int, chunk: int | None, **options) -> 
     assert (ours - theirs).norm() <= 1e-10 * theirs.norm()
     assert several[1] == pytest.approx(alone[1], rel=1e-6)  # Trainer adds losses up in float32
     assert several[2] == pytest.approx(alone[2], rel=1e-5) and several[2]["eval_mrr@10"] < 1
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

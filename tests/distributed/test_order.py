@@ -1,7 +1,6 @@
 """The rows that every process trains on: those of the uninterrupted run behind a resume, and none to fill a batch."""
 
 import functools
-import importlib.util
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,9 +8,8 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.distributed import order_worker
+from tests.distributed.forked import needs_deepspeed
 from tests.distributed.order_worker import SAMPLERS, STOPS
-
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed: an extra")
 
 
 @functools.cache

@@ -294,20 +294,7 @@ def test_a_rank_that_raises_is_the_one_error_that_is_shown(run_file, monkeypatch
         sleep(0.05)
     os.kill(first, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) != 0
-    check_the_one_error(said(run))
-
-
-@pytest.mark.slow
-def test_a_launcher_shows_the_one_error_and_ends_the_others(run_file):
-    with Running(run_file, script=FAILING, HF_TEST_FAIL="raise") as running:
-        code, text = running.end_after_failure()
-    assert code == 1, text
-    check_the_one_error(text)
-    assert "rank 1 ended with exit code 1; the others were stopped" in text
-    assert not (run_file.parent / "out" / LEASE).exists()
-
-
-def check_the_one_error(text: str) -> None:
+    text = said(run)
     assert text.count("Traceback (most recent call last)") == 1 and "OSError: the data server went away" in text, text
     assert "[rank 1: step 3, forward and backward" in text
 
@@ -318,18 +305,7 @@ def test_a_step_that_takes_too_long_ends_with_who_was_where(run_file, monkeypatc
     words = ["--config", str(run_file), "--step_timeout", "6"]
     run = Run("ddp", run_file.parent / "log", partial(train, words=words))
     assert statuses(run) == [1, 1]
-    check_who_was_where(said(run))
-
-
-@pytest.mark.slow
-def test_a_launcher_says_once_who_was_where(run_file):
-    with Running(run_file, "--step_timeout", "6", script=FAILING, HF_TEST_FAIL="hang") as running:
-        code, text = running.end_after_failure()
-    assert code == 1, text
-    check_who_was_where(text)
-
-
-def check_who_was_where(text: str) -> None:
+    text = said(run)
     (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
     assert "nothing was finished for 6 s. rank 0: step 3, forward and backward, for" in line, text
     assert "rank 1: step 3, forward and backward" in line and "failing_worker.py" in line.partition("rank 1")[2]

@@ -21,7 +21,7 @@ from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.distributed.forked import MODES, THREE, Run
+from tests.distributed.forked import MODES, THREE, Run, slow
 from tests.sentence_models import text_model
 from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 
@@ -106,10 +106,6 @@ def steps(ranks: list[dict]) -> list[tuple[str, list[str]]]:
 
 def in_any_order(found: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
     return [(name, sorted(rows)) for name, rows in found]
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

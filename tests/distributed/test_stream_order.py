@@ -16,7 +16,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.data.test_position import Model
 from tests.data.test_stream_order import dealt
-from tests.distributed.forked import Run
+from tests.distributed.forked import Run, slow
 
 SHARDS, ROWS, BATCH, STEPS = 8, 11, 12, 10  # 88 rows an epoch, 120 in all: an epoch begins in the middle of a batch
 
@@ -92,10 +92,6 @@ def expected(folder: Path, shards: int = SHARDS, shuffled: bool = False, batches
     batches = [batch for _, batch in itertools.islice(rows, batches)]
     assert sorted(sum(batches, [])[: shards * ROWS]) == list(range(shards * ROWS)), "an epoch is every row once"
     return [sorted(batch) for batch in batches]
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -74,13 +74,6 @@ def test_a_frozen_backbone_is_encoded_once_and_the_projection_learns_as_without_
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
-def test_the_backbone_is_encoded_twice_again_when_it_trains(tmp_path):
-    model = frozen_model()
-    rows = encoded_rows(model)
-    trained(tmp_path, model, steps=1, gradient_cache_chunk_size=5)
-    assert sum(rows) == 2 * 2 * ROWS
-
-
 @pytest.mark.parametrize("modules", [["projection"], None])
 def test_no_memory_is_left_for_graphs_that_a_frozen_backbone_does_not_make(tmp_path, modules):
     options = {"gradient_cache_chunk_size": "auto", "gradient_cache_keep_graph": "auto"}

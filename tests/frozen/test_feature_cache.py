@@ -62,8 +62,7 @@ def llava_run(folder, cache: bool, rows=ROWS, model=None, collator=collate, **op
 
 
 def projector_of(trainer: DistTrainer) -> torch.Tensor:
-    parameters = trainer.model.model.multi_modal_projector.parameters()
-    return torch.cat([p.detach().double().flatten() for p in parameters])
+    return projector_of_model(trainer.model)
 
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True}, {CHECKPOINTING: True}])

@@ -69,13 +69,6 @@ def test_a_trainable_parameter_without_gradient_is_named_in_the_first_step(tmp_p
     make_trainer(tmp_path, model, ddp_find_unused_parameters=True).train()
 
 
-def test_text_batches_train_without_an_image_to_pass_the_projector(tmp_path):
-    trainer = make_trainer(tmp_path, rows=[row(False, i) for i in range(8)], weight_decay=0.0)
-    before = trainer.model.model.multi_modal_projector.linear_1.weight.clone()
-    trainer.train()
-    assert torch.equal(trainer.model.model.multi_modal_projector.linear_1.weight, before)
-
-
 def test_learning_rates_reach_their_groups_and_the_log(tmp_path):
     trainer = make_trainer(
         tmp_path,

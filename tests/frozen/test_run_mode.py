@@ -102,25 +102,6 @@ def test_a_frozen_leading_tower_runs_once_and_is_never_back_propagated(checkpoin
     assert calls.forward[f"{LANGUAGE}.layers.0.mlp"] == (2 if checkpointing else 1)
 
 
-def test_checkpointing_alone_would_give_a_frozen_tower_a_graph():
-    """What the mode is for: upstream makes the outputs of every input embedding ask for a gradient."""
-
-    def graph_of_features(has_mode: bool) -> bool:
-        model = tiny_llava()
-        plan_freezing(model, ["projector"]).apply(model)
-        if has_mode:
-            set_frozen_mode(model)
-        model.enable_input_require_grads()
-        model.train()
-        seen = []
-        tower = model.model.vision_tower
-        tower.register_forward_hook(lambda module, args, output: seen.append(output.last_hidden_state.requires_grad))
-        model(**collate([row(True)]))
-        return seen[0]
-
-    assert graph_of_features(False) and not graph_of_features(True)
-
-
 def test_an_error_inside_a_frozen_module_leaves_gradients_on():
     model = frozen_llava("projector")
     with pytest.raises(ValueError):

@@ -32,14 +32,13 @@ from hf_dist_ext import launched
 from hf_dist_ext.checkpoints.trainable import named
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.frozen.who_trains import plan_freezing
-from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.strategies.collectives import leave_together, rank
 from hf_dist_ext.strategies.pipeline.stages import StagedModel
 from hf_dist_ext.strategies.splitting import launched_config, split
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.formula_device import with_memory
-from tests.launching import leave_together
 from tests.tiny_models import CHECKPOINTING, around, embedding_model
 
 BATCH = 6  # rows per rank and micro-batch

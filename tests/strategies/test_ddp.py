@@ -123,19 +123,6 @@ def test_the_rate_is_scaled_once(tmp_path, rule, factor):
     assert args.learning_rates["projection"] == pytest.approx(1e-2 * factor)
 
 
-@pytest.mark.parametrize("groups, words", [
-    (4, "64 rows = 16 per device x 1 accumulated x 4 device(s);"),
-    (2, "32 rows = 16 per group x 1 accumulated x 2 group(s) of 2 processes that share rows;"),
-])  # fmt: skip
-def test_the_effective_batch_counts_what_has_rows_of_its_own(monkeypatch, groups, words):
-    said = []
-    monkeypatch.setattr(learning_rate.logger, "info", said.append)
-    args = SimpleNamespace(train_batch_size=16, gradient_accumulation_steps=1, world_size=4, process_index=0)
-    vars(args).update(lr_scale_rule="none", lr_base_batch_size=None, learning_rate=1e-3)
-    learning_rate.scale(args, groups)
-    assert words in said[0]
-
-
 ACCUMULATION = ("gradient_accumulation_steps", "given_accumulation_steps")
 
 

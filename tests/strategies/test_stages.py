@@ -5,11 +5,8 @@ import torch
 from peft import LoraConfig
 from sentence_transformers import SentenceTransformer
 
-from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies.mesh import Shape
 from hf_dist_ext.strategies.pipeline import stages
-from hf_dist_ext.strategies.pipeline.strategy import Pipeline
 from tests.tiny_models import TEXT_CONFIGS, embed, embedding_model, loaded
 
 LAYERS = 5
@@ -48,26 +45,6 @@ def test_stage_after_stage_is_the_whole_model(name, owned):
         whole = embed(build(name), **rows())
         found = through([stages.StagedModel(build(name), own, firsts) for own in owned], rows())
     assert whole.norm() > 0 and torch.allclose(found, whole, **ROUNDING)
-
-
-@pytest.mark.parametrize(
-    ("shape", "per_rank", "words"),
-    [
-        ((2, 2, 1), 1, "2 of 2 processes; layers per process: 2, 3; stages per process: 1; schedule 1f1b; copies a"),
-        ((1, 2, 1), 2, "1 of 2 processes; layers per process: 2, 3; stages per process: 2; schedule 1f1b; there"),
-        (
-            (3, 2, 4),
-            1,
-            "3 of 2 groups of 4 processes; layers per group: 2, 3; stages per group: 1; schedule 1f1b; copies",
-        ),
-    ],
-)
-def test_a_run_says_what_its_pipelines_are(shape, per_rank, words):
-    pipeline, model = Pipeline.__new__(Pipeline), build("qwen3")
-    pipeline.shape, pipeline.schedule, pipeline.per_rank = Shape(*shape), "1f1b", per_rank
-    pipeline.cut = stages.StagedModel(model, [0], stages.firsts_of(model, 2 * per_rank, None))
-    said = pipeline._in_words()
-    assert said.startswith("pipelines: ") and words in said
 
 
 def test_a_rank_keeps_no_memory_of_other_stages():
@@ -124,18 +101,6 @@ def test_adapters_lie_where_their_layers_are():
 
 
 @pytest.mark.parametrize(
-    ("layers", "num_stages", "expected"),
-    [
-        (12, 4, [3, 3, 3, 3]),
-        (14, 4, [3, 3, 4, 4]),  # the first ranks hold more chunks
-        (29, 8, [3, 3, 3, 4, 4, 4, 4, 4]),
-    ],
-)
-def test_all_stages_have_about_the_same_work(layers, num_stages, expected):
-    assert policy.layers_of_stages(layers, num_stages) == expected
-
-
-@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"num_stages": 6}, "5 layers do not make 6 stages"),
@@ -154,8 +119,3 @@ def test_a_split_leaves_no_stage_empty(options, words):
 def test_other_models_are_refused_by_name(name):
     with pytest.raises(UsageError, match=f'can not be made of "{name}"'):
         stages.StagedModel(build(name), [0], [0, 2])
-
-
-def test_what_is_no_embedding_model_is_refused():
-    with pytest.raises(UsageError, match="made of Linear"):
-        stages.StagedModel(torch.nn.Linear(2, 2), [0], [0, 1])

@@ -103,27 +103,6 @@ def test_cuda_graphs_are_refused(plugin, asked):
         compiling.check(TorchDynamoPlugin(**{"backend": "inductor"} | plugin))
 
 
-@pytest.mark.parametrize("options, words", [
-    ({}, "Expected are 2 graphs (without gradients, and with them) for each of its parts"),
-    ({"gradient_cache_packing": False}, "Expected are 2 graphs (without gradients, and with them), for chunks"),
-    ({"gradient_cache_chunk_size": None}, "Expected are 1 graph, for chunks"),
-])  # fmt: skip
-def test_a_run_says_once_that_its_first_steps_compile(tmp_path, monkeypatch, caplog, options, words):
-    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
-    options = {"gradient_cache_chunk_size": 4, "torch_compile": True} | options
-    args = DistTrainingArguments(
-        output_dir=str(tmp_path), report_to=[], use_cpu=True, save_strategy="no", max_steps=2,
-        per_device_train_batch_size=4, **options,
-    )  # fmt: skip
-    case = Case("compiled")
-    DistTrainer(
-        model=embedding_model(BERT), args=args, loss=InfoNCELoss(), train_dataset=list(range(8)),
-        data_collator=lambda rows: exactness_worker.collate(case, rows, 0),
-    ).train()  # fmt: skip
-    said = [text for text in caplog.messages if text.startswith("torch_compile: the first steps compile")]
-    assert len(said) == 1 and words in said[0]
-
-
 def test_ligers_kernels_go_into_the_backbone_and_none_into_a_head(tmp_path, monkeypatch):
     """Their package needs a GPU: what it would be told is noted."""
     told: list[tuple] = []

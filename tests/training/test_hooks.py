@@ -10,7 +10,6 @@ from transformers import Trainer
 
 from hf_dist_ext.training.trainer import DistTrainer
 
-ROOT = Path(__file__).parents[2]
 EPOCH = (
     "model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial ignore_keys_for_eval start_time "
     "resume_from_checkpoint epochs_trained steps_trained_in_current_epoch"

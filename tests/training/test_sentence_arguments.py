@@ -1,6 +1,5 @@
 """The arguments of sentence-transformers: theirs become ours with every value, and rates by pattern are theirs."""
 
-import json
 from dataclasses import dataclass
 
 import pytest
@@ -18,6 +17,7 @@ from hf_dist_ext.frozen.freeze import split_by_pattern
 from hf_dist_ext.training import learning_rate
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.sentence_data import arguments_from
+from tests.planner.test_run_files import as_word
 from tests.sentence_models import text_model
 from tests.training.test_trainer import trainer
 
@@ -60,16 +60,12 @@ def test_a_command_line_says_what_a_script_says(tmp_path):
         "prompts": {"anchor": "query: "}, "router_mapping": {"a": {"anchor": "query"}}, "max_length": {"query": 9},
         "learning_rate_mapping": {"embeddings": 1e-4}, "batch_sampler": "no_duplicates",
     }  # fmt: skip
-    words = [word for name, value in given.items() for word in (f"--{name}", _as_text(value))]
+    words = [word for name, value in given.items() for word in (f"--{name}", as_word(value))]
     parser = HfArgumentParser(DistTrainingArguments)
     (made,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), *words])
     assert {name: getattr(made, name) for name in given} == given
     (made,) = parser.parse_args_into_dataclasses(["--prompts", "query: ", "--max_length", "9"])
     assert (made.prompts, made.max_length) == ("query: ", 9)
-
-
-def _as_text(value) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 @pytest.mark.parametrize("given", [{"warmup_ratio": 0.1}, {"warmup_steps": 0.1}])

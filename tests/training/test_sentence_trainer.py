@@ -129,16 +129,6 @@ def test_datasets_by_name_and_the_repository_are_on_the_card(tmp_path, model):
     assert [one["name"] for one in card.train_datasets] == ["near", "far"] and card.model_id == "me/mine"
 
 
-def test_a_folder_is_saved_without_being_given_weights(tmp_path, model):
-    made = trainer(tmp_path, model)
-    made.save_model(str(tmp_path / "saved"))
-    with torch.no_grad():
-        expected = {name: weight.clone() for name, weight in model.state_dict().items()}
-        [weight.zero_() for weight in model.parameters()]
-    made._load_from_checkpoint(str(tmp_path / "saved"))
-    torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
-
-
 # ---- frozen modules ----
 
 

@@ -9,13 +9,10 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from hf_dist_ext.checkpoints import loss_state
 from hf_dist_ext.engine import tiled_infonce
 from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.strategies.gathering import row_weight
 from hf_dist_ext.training import checks
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
@@ -113,12 +110,6 @@ def test_what_a_model_is_wrapped_in_is_looked_through_once(tmp_path, monkeypatch
     assert made.bare_model is made.model.module is not first
 
 
-def test_several_devices_in_one_process_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
-    with pytest.raises(UsageError, match="DataParallel"):
-        trainer(tmp_path)
-
-
 @pytest.mark.parametrize("build, words", [
     (lambda path: trainer(path, NoEmbeddings()).train(), "does not return embeddings"),
     (lambda path: trainer(path, num_rows=7).train(), "fewer than one global batch of 8"),
@@ -175,14 +166,6 @@ def test_every_logged_line_is_in_the_metrics_file(tmp_path):
     assert {"eval_loss", "eval_mrr@10", "eval_ndcg@10", "eval_recall@1", "eval_recall@10"} <= lines[3].keys()
 
 
-def test_evaluation_uses_the_loss_of_training(tmp_path):
-    evaluated = trainer(tmp_path, per_device_eval_batch_size=20)
-    found = evaluated.evaluate()["eval_loss"]
-    batch, model = collate(list(range(20))), evaluated.model.eval()
-    own = {name: model(**batch[name]) for name in ("query", "positive")}
-    assert found == pytest.approx(evaluated.loss(own, ids=batch["ids"]).loss.item(), rel=1e-5)
-
-
 @pytest.mark.parametrize("repeats", [False, True])
 def test_texts_are_compared_only_where_some_are_equal(tmp_path, monkeypatch, repeats):
     compared, compare = [], tiled_infonce.compare_keys
@@ -212,12 +195,6 @@ def test_the_hub_token_reaches_no_file(tmp_path):
     assert saved.args.hub_token == "hf_SECRET"
 
 
-def test_ranks_weigh_by_their_rows():
-    counts = [3, 5, 4]
-    assert sum(row_weight(rows, counts) for rows in counts) == pytest.approx(3)
-    assert row_weight(5, counts) == pytest.approx(3 * 5 / 12)
-
-
 def test_a_user_loss_is_any_callable_over_embeddings(tmp_path):
     def loss(own, everyone=None, row_offset=0, ids=None):
         return nn.functional.mse_loss(own["query"], (everyone or own)["positive"])
@@ -226,27 +203,6 @@ def test_a_user_loss_is_any_callable_over_embeddings(tmp_path):
     before = trained.evaluate()["eval_loss"]
     trained.train()
     assert trained.evaluate()["eval_loss"] < before
-
-
-def test_a_model_that_is_made_later_is_placed_as_one_that_is_given(tmp_path, monkeypatch):
-    placed = []
-    monkeypatch.setattr(Strategy, "place", lambda self, model, *more: placed.append(model))
-    args = DistTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    made = DistTrainer(None, args, model_init=lambda: Tiny(), loss=InfoNCELoss(), data_collator=collate)
-    assert placed == [None, made.model]
-
-
-def test_a_checkpoint_of_weights_alone_has_those_of_the_loss(tmp_path):
-    made = trainer(
-        tmp_path, loss=InfoNCELoss(learnable_temperature=True), max_steps=2, save_strategy="steps", save_steps=1,
-        save_only_model=True,
-    )  # fmt: skip
-    made.train()
-    trained = made.loss.temperature
-    loss_state.load_loss(made.loss, str(tmp_path / "checkpoint-2"))
-    assert made.loss.temperature == trained
-    loss_state.load_loss(made.loss, str(tmp_path / "checkpoint-1"))
-    assert made.loss.temperature != trained
 
 
 def test_a_training_begins_without_the_gradients_of_an_interrupted_one(tmp_path):
