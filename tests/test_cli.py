@@ -148,7 +148,7 @@ def test_init_says_what_pictures_need(monkeypatch, tmp_path, capsys, kind):
         (["search", "--model", "out", "--data", ".", "--image", "a.png", "x"], "or with --image, one of the two"),
         (["config"], "takes a run file"),
         (["trian", "run.json"], "Closest: train."),
-        (["plan", "--confg", "run.json"], "Closest: --config."),
+        (["plan", "--confg", "run.json"], "required: --config"),
         (["plan", "run.json", "--num_devices", "two"], "invalid int value: 'two'"),
         (["plan", "run.json", "--interconnect", "nvlnk"], "Closest: nvlink."),
         ([], "required"),

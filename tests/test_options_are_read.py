@@ -102,7 +102,7 @@ def test_the_devices_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
     ({"is_causal": False, "use_lora": True}, "is_causal=false with use_lora: adapters"),
     ({"is_causal": True}, "is_causal=true, and BertModel of the installed"),
     ({"bf16_full_eval": True}, "would round the weights that are saved behind it"),
-    ({"loss": None, "pipeline_parallel_size": 2}, "pipeline_parallel_size=2 needs a loss over embeddings"),
+    ({"loss": None, "pipeline_parallel_size": 2}, "needs a loss over embeddings, but loss is null"),
     ({"eval_steps": 2}, "eval_steps=2 has no effect without eval_strategy"),
     ({"eval_strategy": "steps", "save_strategy": "epoch", "load_best_model_at_end": True},
      "requires the save and eval strategy to match, except when --save_strategy=\"best\", but found - Evaluation"),
