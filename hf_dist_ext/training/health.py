@@ -308,7 +308,7 @@ class BadRowCount:
         self.count, self._before = 0, int(self._of_workers.sum())
 
     def of_rank(self) -> int:
-        return int(self._of_workers.sum()) - self._before
+        return 0 if not self.limit else int(self._of_workers.sum()) - self._before
 
     def add_up(self, count: int, step: int) -> None:
         """`count`: that of all ranks. Every rank calls it with the same number.

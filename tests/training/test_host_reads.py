@@ -298,7 +298,7 @@ def test_what_is_said_of_an_update_goes_to_a_device_without_waiting():
     health = Mock(guard=None, stop=None, _loss_of_update=None, inputs=[], _replays=[], _allowed=0.0)
     health.bad_rows.of_rank = lambda: 2
     with FakeTensorMode(), Copies() as copies:
-        again = ReplayError(torch.empty(5, device="cuda:0"), list(range(5)), ["query"] * 5)
+        again = ReplayError(torch.empty(5, device="cuda:0"), ["query"] * 5)
         loss = torch.empty((), device="cuda:0")
         assert Health.after_backward(health, loss, {}, True, again, 1e-6) is loss
     assert copies.are_free == [True] and health._answers().device == loss.device
