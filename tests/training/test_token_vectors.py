@@ -43,29 +43,6 @@ def listed(rows: TokenVectors) -> list[torch.Tensor]:
     return [vectors[mask] for vectors, mask in zip(rows.vectors, rows.mask, strict=True)]
 
 
-class Marked(MultiVectorEncoder):
-    def forward(self, *features, **more):
-        return super().forward(*features, **more)
-
-
-def test_the_host_knows_how_many_vectors_a_row_has_where_the_model_gives_one_per_token(tmp_path):
-    config, ids = model_config("bert"), torch.ones(3, 4, dtype=torch.long)
-    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
-    batch = {name: {"input_ids": ids, "attention_mask": mask} for name in ("query", "positive")}
-    args = DistTrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
-
-    def lengths(model: MultiVectorEncoder) -> list[int] | None:
-        step = DistTrainer(model=model, args=args, loss=LateInteractionLoss(), data_collator=collate).step
-        found = step._lengths(step.sizes.cut(batch, is_first=True), "positive", 2)
-        return None if found is None else found.tolist()
-
-    model = embedding_model(config, pooling="tokens")
-    assert lengths(model) == [2, 4], "of a rank's first rows"
-    assert lengths(Marked(modules=list(model))) is None, "code that may leave some out"
-    model.mask.keep_only_token_ids = [1]
-    assert lengths(model) is None, "a model that does"
-
-
 @pytest.mark.parametrize("tile", [1, 70, 2**22])
 def test_scores_are_those_of_sentence_transformers_whatever_the_tile(tile, monkeypatch):
     monkeypatch.setattr(token_vectors, "TILE", tile)
