@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ALONE = "single_gpu"
 WARM_UP_STEPS = 3
 OF_A_RUN = (
-    "wrapper", "device", "contrastive_batch", "collectives", "loss_stage_seconds", "cpu_seconds_per_step",
+    "wrapper", "device", "contrastive_batch", "collectives", "cpu_seconds_per_step",
 )  # fmt: skip
 TYPE_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "long": 8, "int": 4}
 
@@ -94,14 +94,13 @@ def measure(options: argparse.Namespace) -> list[dict]:
 def print_table(rows: list[dict]) -> None:
     print(
         f"\n{'preset':<18}{'processes':>10}{'pairs/s':>10}{'s/step':>9}{'efficiency':>12}{'collectives':>13}"
-        f"{'MiB/step':>10}{'in them, s':>12}{'loss, s':>9}{'CPU s':>8}"
+        f"{'MiB/step':>10}{'in them, s':>12}{'CPU s':>8}"
     )
     for row in rows:
         print(
             f"{row['preset']:<18}{row['processes']:>10}{row['pairs_per_second']:>10.1f}{row['seconds_per_step']:>9.3f}"
             f"{row['efficiency']:>12.2f}{row['collective_count']:>13}{row['collective_bytes'] / 2**20:>10.2f}"
-            f"{row['collective_seconds']:>12.3f}{row['loss_stage_seconds']:>9.3f}"
-            f"{row['cpu_seconds_per_step']:>8.3f}"
+            f"{row['collective_seconds']:>12.3f}{row['cpu_seconds_per_step']:>8.3f}"
         )
 
 
@@ -147,7 +146,6 @@ def work(options: argparse.Namespace) -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     last_step = WARM_UP_STEPS + options.steps
-    info_nce = InfoNCELoss()
 
     class Observer(TrainerCallback):
         def __init__(self) -> None:
@@ -177,12 +175,6 @@ def work(options: argparse.Namespace) -> None:
                 torch.cuda.synchronize()
             return time.perf_counter()
 
-    def loss(own, everyone=None, row_offset=0, ids=None):
-        for name in list(own)[1:] if everyone is not None else ():
-            everyone[name]  # gathered on first use: do it here, the loss stage is the arithmetic
-        with torch.profiler.record_function("loss_stage"):
-            return info_nce(own, everyone, row_offset, ids)
-
     def collate(rows: list) -> dict:
         ids = torch.stack(rows)  # (B, 2, length)
         mask = torch.ones_like(ids[:, 0])
@@ -202,7 +194,9 @@ def work(options: argparse.Namespace) -> None:
             gradient_cache_chunk_size=options.chunk_rows, save_strategy="no", logging_strategy="no", bf16=options.bf16,
             disable_tqdm=True, dataloader_pin_memory=False,
         )  # fmt: skip
-        trainer = DistTrainer(model=model, args=args, data_collator=collate, train_dataset=list(rows), loss=loss)
+        trainer = DistTrainer(
+            model=model, args=args, data_collator=collate, train_dataset=list(rows), loss=InfoNCELoss()
+        )
         trainer.add_callback(observer := Observer())
         trainer.train()
         if args.process_index == 0:
@@ -216,7 +210,6 @@ def work(options: argparse.Namespace) -> None:
                 "step_seconds": observer.seconds,
                 "cpu_seconds_per_step": statistics.median(observer.cpu_seconds),
                 "collectives": collectives(events),
-                "loss_stage_seconds": sum(e["dur"] for e in events if e.get("name") == "loss_stage") / 1e6,
             }
             Path(options.worker).write_text(json.dumps(report), encoding="utf-8")
     # With its barrier: a group that is freed while its thread frees the tensors of a gather hangs (torch 2.13, gloo).

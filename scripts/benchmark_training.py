@@ -8,20 +8,17 @@
 
 (1) data: (docstring, function) pairs of the standard library, cut at 256 tokens; a saved model, which both sides load
 (2) contestants: their cached loss with its mini-batch swept, and this project's cache with its chunks swept, as it
-    runs by default; each has its trainer, loss, loader and optimizer in a process of its own. For each setting of
-    theirs (of a loss without hard work beside the model) there is one of ours that keeps as many graphs as its memory
-    holds, found by a step of each before
+    runs by default; each in a process of its own. For each setting of theirs of "mnr" there is one of ours that keeps
+    as many graphs as its memory holds, found by a step of each before
 (3) their steps are taken in turns (turns.py); a step holds the loading of its batch too
 
-Weights, batches and their order, optimizer, learning rate and clipping are the same on both sides, and dropout is 0
-unless `--dropout` says otherwise, so that the losses of all contestants must agree: the report has the largest
-difference. A ratio is the median of the ratios within a turn, so that a busy machine slows both sides of it, to the
+Weights, batches, optimizer and clipping are the same on both sides, and dropout is 0, so that the losses of all
+contestants must agree: the report has the largest difference. A ratio is the median of the ratios within a turn, to the
 contestant of sentence-transformers that takes the fewest CPU seconds, which other programs change less than wall time.
 
-Memory is given twice: the bytes of all tensors that a step makes and that are alive together (gradients included;
-weights, optimizer state and batch not), counted in the last step; and by how much the process grew from before
-training to its peak, which holds optimizer state and what an allocator keeps, too. On a GPU, where both sides run in
-bf16, both figures are torch's allocator's, and the weights and optimizer states of all contestants lie on it together.
+Memory is given twice: the bytes of all tensors that the last step makes and that are alive together (weights,
+optimizer state and batch not), and by how much the process grew from before training to its peak. On a GPU, where both
+sides run in bf16, both are torch's allocator's, and the weights and states of all contestants lie on it together.
 """
 
 from __future__ import annotations
@@ -102,7 +99,7 @@ def make_model(folder: Path, tokenizer: PreTrainedTokenizerBase, of: Comparison,
         "model_type": "bert", "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id,
         "hidden_size": of.width, "num_hidden_layers": of.layers, "num_attention_heads": max(2, of.width // 64),
         "intermediate_size": 4 * of.width, "max_position_embeddings": LENGTH,
-        "hidden_dropout_prob": options.dropout, "attention_probs_dropout_prob": options.dropout,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
     }  # fmt: skip
     pooling = {}
     if options.model:
@@ -283,7 +280,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--kept_tokens", type=int, nargs="*", default=[1024], help=kept)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--model", choices=list(MODELS), help="of this size (model_sizes.py), without dropout")
-    parser.add_argument("--dropout", type=float, default=0.0, help="losses differ where it is not 0")
     parser.add_argument("--code_root", help="read functions from this folder instead of the standard library")
     parser.add_argument("--output", type=Path, help="write results.json into this folder")
     options = parser.parse_args(argv)
@@ -292,8 +288,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    if options.model and options.dropout:
-        raise UsageError(f"--dropout {options.dropout}: the models of --model have none. Leave one of the two out.")
     # torch asks the driver's library whether there is a GPU, and not CUDA, after which no process must fork
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

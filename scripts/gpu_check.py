@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -56,27 +57,22 @@ PLANNED = {"one process": "single", "DDP": "DDP", "FSDP2": "FSDP memory"}  # the
 
 @dataclass(frozen=True)
 class Sizes:
+    """`batches`: model -> pairs of a step. `benchmarks`: model, pairs of a step, tokens of a chunk."""
+
     models: tuple[str, ...] = ("minilm", "bert-base", "qwen3-0.6b")
     precisions: tuple[str, ...] = ("bf16", "fp16")
     compiles: tuple[bool, ...] = (False, True)
     backend: str = "inductor"
     matrix: tuple[str, int, int] = ("small", 2048, 64)  # model, pairs of a step, tokens of a row
-    # model -> pairs of a step; rows have at most 128 tokens, chunks 32,768
-    batches: tuple[tuple[str, tuple[int, ...]], ...] = (
-        ("minilm", (1024, 4096, 16384, 65536)), ("bert-base", (4096, 65536)), ("qwen3-0.6b", (4096, 16384)),
-    )  # fmt: skip
+    batches: tuple = (("minilm", (1024, 16384, 65536)), ("bert-base", (4096, 65536)), ("qwen3-0.6b", (4096, 16384)))
     plan_pairs: int = 512
-    # model -> pairs of a step and tokens of a chunk, which the GPU holds for all contestants together
-    benchmarks: tuple[tuple[str, int, int], ...] = (
-        ("minilm", 2048, 32768), ("bert-base", 1024, 16384), ("qwen3-0.6b", 256, 4096),
-    )  # fmt: skip
+    benchmarks: tuple = (("minilm", 2048, 32768), ("bert-base", 1024, 16384), ("qwen3-0.6b", 256, 4096))
     seconds: float = 480  # that a part may take
 
 
 QUICK = Sizes(
-    ("bert-base",), ("bf16",), (False,), batches=(("bert-base", (4096,)), ("qwen3-0.6b", (2048,))),
-    benchmarks=(("bert-base", 1024, 16384),), seconds=120,
-)  # fmt: skip
+    ("bert-base",), ("bf16",), (False,), batches=Sizes.batches[1:2], benchmarks=Sizes.benchmarks[1:2], seconds=120
+)
 TINY = Sizes(
     ("tiny",), ("bf16",), backend="aot_eager", matrix=("tiny", 64, 16), batches=(("tiny", (32, 128)),), plan_pairs=16,
     benchmarks=(("tiny", 8, 1024),), seconds=math.inf,
@@ -183,31 +179,27 @@ def matrix(part: Part) -> None:
     has_flash = part.devices and importlib.util.find_spec("flash_attn")
     part.table("precision", "spread", "attention", "compiled", "loss", "gradient norm", "chunks", "peak GiB")
     first: dict[str, float] = {}
-    for is_compiled in part.sizes.compiles:
-        for attention in ["sdpa", *(["flash_attention_2"] if has_flash else [])]:
-            for precision in part.sizes.precisions:
-                for spread in SPREADS:
-                    rows = pairs // (1 if spread == "one process" else part.processes)
-                    path = part.run_file(
-                        f"{precision}-{spread}-{attention}-{is_compiled}".replace(" ", "-"), model, spread,
-                        max_length=length, max_steps=4, attn_implementation=attention, **{precision: True},
-                        per_device_train_batch_size=rows, train_sampling_strategy="sequential",
-                        gradient_cache_chunk_size=rows * len(COLUMNS) // CHUNKS, **part.compiled(is_compiled),
-                    )  # fmt: skip
-                    failure, steps = part.train(path)
-                    found = steps[0] if steps else dict.fromkeys(("loss", "grad_norm", "num_chunks"), math.nan)
-                    first = first or found
-                    # fp16 skips steps whose scaled gradients overflow, which its scaler begins with
-                    norms = [one for one in (found, first) if math.isfinite(one["grad_norm"])]
-                    if not failure and found["num_chunks"] != CHUNKS:
-                        failure = f"{found['num_chunks']} chunks in place of {CHUNKS}"
-                    if not failure and abs(found["loss"] - first["loss"]) > 0.02 * abs(first["loss"]):
-                        failure = f"the first cell's loss is {first['loss']:.4f}"
-                    if not failure and len(norms) == 2 and abs(found["grad_norm"] / first["grad_norm"] - 1) > 0.1:
-                        failure = f"the first cell's gradient norm is {first['grad_norm']:.4f}"
-                    figures = [f"{found['loss']:.4f}", f"{found['grad_norm']:.4f}", found["num_chunks"]]
-                    figures.append(f"{peak_gib(steps):.2f}")
-                    part.row(precision, spread, attention, "yes" if is_compiled else "no", *figures, failure=failure)
+    attentions = ["sdpa", *(["flash_attention_2"] if has_flash else [])]
+    for is_compiled, attention, precision, spread in product(
+        part.sizes.compiles, attentions, part.sizes.precisions, SPREADS
+    ):
+        rows = pairs // (1 if spread == "one process" else part.processes)
+        path = part.run_file(
+            f"{precision}-{spread}-{attention}-{is_compiled}".replace(" ", "-"), model, spread, **{precision: True},
+            max_length=length, max_steps=4, attn_implementation=attention, per_device_train_batch_size=rows,
+            train_sampling_strategy="sequential", gradient_cache_chunk_size=rows * len(COLUMNS) // CHUNKS,
+            **part.compiled(is_compiled),
+        )  # fmt: skip
+        failure, steps = part.train(path)
+        found = steps[0] if steps else dict.fromkeys(("loss", "grad_norm", "num_chunks"), math.nan)
+        first = first or found
+        # fp16 skips steps whose scaled gradients overflow, which its scaler begins with: then there is no norm
+        bounds = {"num_chunks": (CHUNKS, 0), "loss": (first["loss"], 0.02), "grad_norm": (first["grad_norm"], 0.1)}
+        for name, (wanted, share) in bounds.items():
+            if not failure and math.isfinite(wanted) and abs(found[name] - wanted) > share * abs(wanted):
+                failure = f"{name} is not {wanted:g}, as in the first cell"
+        figures = [f"{found['loss']:.4f}", f"{found['grad_norm']:.4f}", found["num_chunks"], f"{peak_gib(steps):.2f}"]
+        part.row(precision, spread, attention, "yes" if is_compiled else "no", *figures, failure=failure)
 
 
 def benchmarks(part: Part) -> None:
@@ -238,42 +230,35 @@ def batch(part: Part) -> None:
             )  # fmt: skip
             failure, steps = part.train(path)
             last = steps[-1] if steps else {}
-            rates = [
-                f"{last.get(name, math.nan):,.0f}" for name in ("rows_per_second", "tokens_per_second", "num_chunks")
+            keys = ("rows_per_second", "tokens_per_second", "num_chunks")
+            figures = [
+                *(f"{last.get(key, math.nan):,.0f}" for key in keys),
+                f"{peak_gib(steps):.2f}",
+                f"{last.get('loss', math.nan):.4f}",
             ]
-            figures = [*rates, f"{peak_gib(steps):.2f}", f"{last.get('loss', math.nan):.4f}"]
             part.row(model, f"{pairs:,}", how, *figures, failure=failure)
 
 
 def plan(part: Part) -> None:
-    text = (
-        f"bf16, {part.sizes.plan_pairs} pairs per process of at most 128 tokens, chunks of 32 rows. GiB per process."
-    )
+    text = f"bf16, {part.sizes.plan_pairs} pairs per process of up to 128 tokens, chunks of 32 rows. GiB per process."
     part.lines += ["", f"{text} Measured is `max_memory_allocated`; the plan's share of the framework is left out."]
     part.table("model", "run", "spread", "planned", "measured")
-    for model in part.sizes.models:
-        for kind, is_checkpointed in (("plain", False), ("checkpointing", True)):
-            for spread, preset in SPREADS.items():
-                name = f"{model}-{kind}-{preset}"
-                fields = {
-                    "max_length": 128, "max_steps": 3, "bf16": True, "gradient_checkpointing": is_checkpointed,
-                    "per_device_train_batch_size": part.sizes.plan_pairs, "gradient_cache_chunk_size": 32,
-                    "gradient_cache_packing": False, "gradient_cache_fsdp": "memory",
-                }  # fmt: skip
-                path, processes = part.run_file(name, model, spread, **fields), part.processes
-                command = [sys.executable, "-m", "hf_dist_ext.cli", "plan", str(path), "--json", "--num_devices"]
-                failure, said = part.call(
-                    f"planned-{name}", [*command, str(1 if preset == "single_gpu" else processes)]
-                )
-                needed = math.nan
-                if not failure:
-                    options = json.loads(said)["strategies"]
-                    found = next(one["bytes"] for one in options if one["strategy"] == PLANNED[spread])
-                    needed = (found["total"] - found["framework"]) / GIB
-                of_training, steps = part.train(path)
-                part.row(
-                    model, kind, spread, f"{needed:.3f}", f"{peak_gib(steps):.3f}", failure=failure or of_training
-                )
+    for model, is_checkpointed, (spread, preset) in product(part.sizes.models, (False, True), SPREADS.items()):
+        kind = "checkpointing" if is_checkpointed else "plain"
+        path = part.run_file(
+            f"{model}-{kind}-{preset}", model, spread, max_length=128, max_steps=3, bf16=True,
+            gradient_checkpointing=is_checkpointed, per_device_train_batch_size=part.sizes.plan_pairs,
+            gradient_cache_chunk_size=32, gradient_cache_packing=False, gradient_cache_fsdp="memory",
+        )  # fmt: skip
+        devices = str(1 if spread == "one process" else part.processes)
+        command = [sys.executable, "-m", "hf_dist_ext.cli", "plan", str(path), "--json", "--num_devices", devices]
+        failure, said = part.call(f"planned-{path.stem}", command)
+        needed = math.nan
+        if not failure:
+            strategies = {one["strategy"]: one["bytes"] for one in json.loads(said)["strategies"]}
+            needed = (strategies[PLANNED[spread]]["total"] - strategies[PLANNED[spread]]["framework"]) / GIB
+        of_training, steps = part.train(path)
+        part.row(model, kind, spread, f"{needed:.3f}", f"{peak_gib(steps):.3f}", failure=failure or of_training)
 
 
 PARTS: dict[str, Callable[[Part], None]] = {
