@@ -13,8 +13,8 @@
 (3) their steps are taken in turns (turns.py); a step holds the loading of its batch too
 
 Weights, batches, optimizer and clipping are the same on both sides, and dropout is 0, so that the losses of all
-contestants must agree: the report has the largest difference. A ratio is the median of the ratios within a turn, to the
-contestant of sentence-transformers that takes the fewest CPU seconds, which other programs change less than wall time.
+contestants must agree: the report has the largest difference. A ratio is the median of the ratios within a turn, to
+theirs that takes the fewest CPU seconds, which other programs change less than wall time.
 
 Memory is given twice: the bytes of all tensors that the last step makes and that are alive together (weights,
 optimizer state and batch not), and by how much the process grew from before training to its peak. On a GPU, where both
