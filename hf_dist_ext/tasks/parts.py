@@ -285,16 +285,9 @@ def push_at_end(trainer: DistTrainer, folder: Path) -> None:
     args, later = trainer.args, upload_command(folder, trainer.hub_model_id)
     later += " --private" * bool(args.hub_private_repo) + f" --revision {args.hub_revision}" * bool(args.hub_revision)
     remedy = f"The model and its card are in {folder}. Push them with: {later}"
-    card = folder / "README.md"
-    before = card.read_bytes() if card.is_file() else None
-    model_card.named(folder, trainer.hub_model_id)
-    try:
-        with hub.reached("the push at the end of the run failed", remedy, args.hub_token, RunError):
-            hub.push_saved(trainer, "End of training", revision=args.hub_revision)
-    except RunError:
-        if before is not None:
-            card.write_bytes(before)  # which names no repository without the model
-        raise
+    model_card.named(folder, trainer.hub_model_id)  # which the command pushes, too
+    with hub.reached("the push at the end of the run failed", remedy, args.hub_token, RunError):
+        hub.push_saved(trainer, "End of training", revision=args.hub_revision)
     print(f"pushed:   {trainer.hub_model_id}")
 
 
