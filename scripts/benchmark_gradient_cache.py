@@ -1,7 +1,6 @@
 """The gradient cache beside the plain step and sentence-transformers: one run, same weights, data, dtype and batch.
 
     python scripts/benchmark_gradient_cache.py --output outputs/benchmark               # two CPU cores: some 5 minutes
-    python scripts/benchmark_training.py --device cuda --model minilm ...              # on a GPU: whole trainings
 
 (1) one SentenceTransformer, and a copy of it for each side
 (2) text: code-search pairs. Every cached contestant's chunk size is swept, its best goes into the turns. Ours are the
